@@ -1,0 +1,51 @@
+"""Fixtures for every test: pools of gloo ranks, started by the first test that asks for one."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit_tests.harness.rank_pool import RankPool, import_paths, setup_mcore
+
+sys.path[:0] = [path for path in import_paths() if path not in sys.path]
+
+
+@pytest.fixture(scope="session")
+def rank_pools() -> Iterator[dict[int, RankPool]]:
+    """Pools by world size, for tests that are parametrized over it."""
+    pools = {size: RankPool(size) for size in (1, 2, 3, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def ranks1(rank_pools: dict[int, RankPool]) -> RankPool:
+    """One rank."""
+    return rank_pools[1]
+
+
+@pytest.fixture(scope="session")
+def ranks2(rank_pools: dict[int, RankPool]) -> RankPool:
+    """Two ranks."""
+    return rank_pools[2]
+
+
+@pytest.fixture(scope="session")
+def ranks3(rank_pools: dict[int, RankPool]) -> RankPool:
+    """Three ranks: nothing divides evenly."""
+    return rank_pools[3]
+
+
+@pytest.fixture(scope="session")
+def ranks4(rank_pools: dict[int, RankPool]) -> RankPool:
+    """Four ranks, for 2 x 2 meshes."""
+    return rank_pools[4]
+
+
+@pytest.fixture(scope="session")
+def mcore_ranks2() -> Iterator[RankPool]:
+    """Two ranks with megatron-core imported and made to run on CPU."""
+    pool = RankPool(2, setup=setup_mcore)
+    yield pool
+    pool.close()

@@ -1,0 +1,1 @@
+"""Tools shared by the tests: rank pools, simulated ranks, a reference loop and small models."""

@@ -1,0 +1,405 @@
+"""Persistent gloo ranks that run module-level functions, so that a multi-rank test costs milliseconds.
+
+    def job(value):                       # module level: it travels by name
+        return dist.get_rank() + value
+
+    def test_something(ranks2):
+        assert ranks2.run(job, 10) == [10, 11]
+
+Starting a rank imports torch once, in a fork server; after that each job is one message down a pipe.
+"""
+
+import contextlib
+import gc
+import io
+import itertools
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+REPO_ROOT = Path(__file__).resolve().parents[3]
+ENGINE_SOURCE = REPO_ROOT / "megatron/core/distributed/fsdp/src"
+
+PRELOADED_MODULES = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.utils.checkpoint",
+]
+
+START_TIMEOUT_S = 120.0
+CHECK_TIMEOUT_S = 10.0
+#: Once one rank has failed its peers usually wait for it in a collective; this is how long they get to prove otherwise.
+PEER_GRACE_S = 2.0
+#: Every gloo group costs threads and sockets. Destroying a job's groups would break meshes held by DTensor's caches,
+#: so a pool with more leftovers than this is replaced instead.
+MAX_LEFTOVER_GROUPS = 64
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What one rank raised."""
+
+    type_names: tuple[str, ...]
+    """Qualified names of the exception's class and of its bases."""
+
+    message: str
+    traceback: str
+
+
+class RankError(RuntimeError):
+    """At least one rank failed; carries each failing rank's traceback."""
+
+    def __init__(self, world_size: int, failures: dict[int, Failure]) -> None:
+        self.failures = failures
+        parts = []
+        for rank, failure in sorted(failures.items()):
+            tag = f"[rank {rank}/{world_size}]"
+            parts.append("\n".join(f"{tag} {line}" for line in failure.traceback.rstrip().splitlines()))
+        super().__init__("\n" + "\n".join(parts))
+
+
+class RankPool:
+    """`world_size` processes joined in one gloo group; started at the first job, rebuilt after a hang or a crash."""
+
+    def __init__(self, world_size: int, setup: Callable[[], None] | None = None) -> None:
+        self.world_size = world_size
+        self._setup = setup
+        self._processes: list[Any] = []
+        self._pipes: list[connection.Connection] = []
+        self._rendezvous: tempfile.TemporaryDirectory | None = None
+        self._job_ids = itertools.count(1)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank; empty while the pool is not running."""
+        return [process.pid for process in self._processes]
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """Results of `fn(*args)` by rank. `fn` is a module-level function; arguments and results are picklable.
+
+        Every job starts from seed 0. Raises RankError with the tagged tracebacks if any rank raises, crashes or takes
+        longer than `timeout_s`.
+        """
+        replies = self._run(fn, args, timeout_s)
+        failures = {rank: reply for rank, reply in enumerate(replies) if isinstance(reply, Failure)}
+        if failures:
+            _raise(self.world_size, failures)
+        return replies
+
+    def run_expecting(
+        self, exc_type: type[BaseException], match: str, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+    ) -> None:
+        """Asserts that `fn(*args)` raises `exc_type` with a message matching the regex `match` on *every* rank."""
+        replies = self._run(fn, args, timeout_s)
+        expected = _qualified_name(exc_type)
+        for rank, reply in enumerate(replies):
+            tag = f"[rank {rank}/{self.world_size}]"
+            if not isinstance(reply, Failure):
+                raise AssertionError(f"{tag} did not raise {expected}; it returned {reply!r}")
+            if expected not in reply.type_names:
+                raise AssertionError(f"{tag} raised {reply.type_names[0]}, not {expected}:\n{reply.traceback}")
+            if re.search(match, reply.message) is None:
+                raise AssertionError(f"{tag} raised {expected} with {reply.message!r}, which does not match {match!r}")
+
+    def close(self) -> None:
+        """Ends the ranks. The next job would start new ones."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send_bytes(pickle.dumps(None))
+        deadline = time.monotonic() + 2.0
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def _run(self, fn: Callable[..., Any], args: tuple, timeout_s: float) -> list[Any]:
+        if not self._processes:
+            self._start()
+        replies, is_alive = self._round((fn, args), timeout_s)
+        if not is_alive:
+            self._kill()
+            return replies
+        checks, is_alive = self._round((_check_default_group, (next(self._job_ids),)), CHECK_TIMEOUT_S)
+        is_intact = is_alive and not any(isinstance(check, Failure) for check in checks)
+        if not is_intact or max(checks) > MAX_LEFTOVER_GROUPS:
+            self._kill()
+        if not is_intact and not any(isinstance(reply, Failure) for reply in replies):
+            return checks  # The job itself looked fine, so the broken group is the news.
+        return replies
+
+    def _start(self) -> None:
+        self._rendezvous = tempfile.TemporaryDirectory(prefix="rank_pool_")
+        store = os.path.join(self._rendezvous.name, "store")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED_MODULES)
+        with _start_environment():
+            for rank in range(self.world_size):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_serve, args=(theirs, rank, self.world_size, store), daemon=True, name=f"rank{rank}"
+                )
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+        replies, _ = self._round((_set_up, (self._setup,)), START_TIMEOUT_S)
+        failures = {rank: reply for rank, reply in enumerate(replies) if isinstance(reply, Failure)}
+        if failures:
+            self._kill()
+            _raise(self.world_size, failures)
+
+    def _round(self, job: tuple, timeout_s: float) -> tuple[list[Any], bool]:
+        """Replies by rank and whether all ranks can take another job."""
+        message = pickle.dumps(job)
+        replies: dict[int, Any] = {}
+        is_alive = True
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send_bytes(message)
+            except OSError:
+                replies[rank] = self._crash(rank)
+                is_alive = False
+        deadline = time.monotonic() + timeout_s
+        while len(replies) < self.world_size:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in replies}
+            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                for rank in waiting.values():
+                    replies[rank] = _no_answer(timeout_s, any(isinstance(r, Failure) for r in replies.values()))
+                return [replies[rank] for rank in range(self.world_size)], False
+            for pipe in ready:
+                rank = waiting[pipe]
+                try:
+                    replies[rank] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, OSError):
+                    replies[rank] = self._crash(rank)
+                    is_alive = False
+                if isinstance(replies[rank], Failure):
+                    deadline = min(deadline, time.monotonic() + PEER_GRACE_S)
+        return [replies[rank] for rank in range(self.world_size)], is_alive
+
+    def _crash(self, rank: int) -> Failure:
+        process = self._processes[rank]
+        process.join(1.0)
+        message = f"the rank's process died with exit code {process.exitcode}"
+        return Failure(("RankCrashed",), message, message)
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+        for process in self._processes:
+            process.join(10.0)
+            process.close()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+        if self._rendezvous is not None:
+            self._rendezvous.cleanup()
+            self._rendezvous = None
+
+
+def import_paths() -> list[str]:
+    """What a process must have on its path to import the tests, the engine and the training package."""
+    return [str(REPO_ROOT), str(ENGINE_SOURCE)]
+
+
+def setup_mcore() -> None:
+    """Prepares a rank for tests on megatron-core, which is slow to import and needs help on CPU."""
+    import megatron.core  # noqa: F401, PLC0415
+    import megatron.core.parallel_state  # noqa: F401, PLC0415
+
+    try:
+        from megatron_fsdp.mcore import cpu_compat  # noqa: PLC0415
+    except ImportError:
+        return
+    cpu_compat.install()
+
+
+def _no_answer(timeout_s: float, has_failed_peer: bool) -> Failure:
+    why = "another rank failed" if has_failed_peer else f"timeout of {timeout_s:g} s"
+    message = f"no answer ({why}); the rank was killed"
+    return Failure((_qualified_name(TimeoutError), "RankTimeout"), message, message)
+
+
+def _raise(world_size: int, failures: dict[int, Failure]) -> None:
+    skipped = [failure for failure in failures.values() if "_pytest.outcomes.Skipped" in failure.type_names]
+    if len(skipped) == len(failures):
+        import pytest  # noqa: PLC0415
+
+        pytest.skip(skipped[0].message)
+    raise RankError(world_size, failures)
+
+
+def _qualified_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+@contextlib.contextmanager
+def _start_environment() -> Iterator[None]:
+    """What the fork server must see when it starts, undone afterwards in this process."""
+    main = sys.modules["__main__"]
+    overrides = {
+        "PYTHONPATH": os.pathsep.join([*import_paths(), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        # These ranks talk gloo; hiding the GPUs keeps device-detecting code on the CPU.
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if loopback:
+        # Without it gloo looks up the host's name, which fails on machines that do not know their own.
+        overrides["GLOO_SOCKET_IFNAME"] = loopback[0]
+    before = {name: os.environ.get(name) for name in overrides}
+    os.environ.update(overrides)
+    # A child would otherwise run the parent's main script again (the `pytest` executable): half a second per rank.
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+# ---- below: what runs in a rank's process ----
+
+
+def _serve(pipe: connection.Connection, rank: int, world_size: int, store: str) -> None:
+    """Answers jobs until the parent says None or goes away."""
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    sys.path[:0] = [path for path in import_paths() if path not in sys.path]
+
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+
+    torch.set_num_threads(1)
+    # torchrun's variables, for code that reads them.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
+    )
+    # What exists now lives for ever; frozen, it does not slow the collection after each job.
+    gc.freeze()
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(0)
+        reply = _answer(message)
+        if reply is None:
+            break
+        pipe.send_bytes(reply)
+    # Tearing the group down waits for peers that may be gone; the process ends anyway.
+    os._exit(0)
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _answer(message: bytes) -> bytes | None:
+    """The pickled result or Failure of one job; None for the wish to end."""
+    try:
+        job = pickle.loads(message)
+        if job is None:
+            return None
+        fn, args = job
+        _reset_process_state()
+        result = _dumps(fn(*args))
+    except BaseException as error:  # noqa: BLE001  (a rank survives whatever a job raises, SystemExit included)
+        names = tuple(_qualified_name(cls) for cls in type(error).__mro__)
+        result = pickle.dumps(Failure(names, str(error), traceback.format_exc()))
+    gc.collect()
+    return result
+
+
+def _reset_process_state() -> None:
+    import torch  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+
+
+def _dumps(value: Any) -> bytes:
+    """Pickles by value: no shared memory, and of a view only its own elements."""
+    import torch  # noqa: PLC0415
+
+    class ByValue(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if type(obj) is torch.Tensor and obj.untyped_storage().nbytes() > obj.numel() * obj.element_size():
+                return obj.detach().clone(memory_format=torch.contiguous_format).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return NotImplemented
+
+    stream = io.BytesIO()
+    ByValue(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return stream.getvalue()
+
+
+def _set_up(setup: Callable[[], None] | None) -> None:
+    if setup is not None:
+        setup()
+
+
+def _check_default_group(job_id: int) -> int:
+    """How many groups besides the default one exist. Raises unless all ranks meet in the default group. **Collective.**"""
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+
+    if not dist.is_initialized():
+        raise RuntimeError("the job destroyed the default process group")
+    _forget_mcore_groups()
+    met = torch.full((1,), job_id)
+    dist.all_reduce(met, async_op=True).wait(timedelta(seconds=CHECK_TIMEOUT_S / 2))
+    if met.item() != job_id * dist.get_world_size():
+        raise RuntimeError("the job left collectives behind: the default process group is out of step")
+    return len(dist.distributed_c10d._world.pg_map) - 1
+
+
+def _forget_mcore_groups() -> None:
+    parallel_state: Any = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is not None and parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+
+
+def results_agree(results: Sequence[Any]) -> bool:
+    """Whether every rank returned the same value; tensors compare bit by bit."""
+    import torch  # noqa: PLC0415
+
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, torch.Tensor):
+            return torch.equal(a, b)
+        if isinstance(a, dict):
+            return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        if isinstance(a, (list, tuple)):
+            return len(a) == len(b) and all(map(same, a, b))
+        return a == b
+
+    return all(same(results[0], other) for other in results[1:])
