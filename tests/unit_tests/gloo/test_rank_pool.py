@@ -7,7 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.unit_tests.harness import rank_pool
 from tests.unit_tests.harness.rank_pool import RankError, results_agree
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch):
+    monkeypatch.setattr(rank_pool, "PEER_GRACE_S", 0.5)
 
 
 def gather_ranks(offset):

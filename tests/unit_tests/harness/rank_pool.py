@@ -223,7 +223,6 @@ def import_paths() -> list[str]:
 
 def setup_mcore() -> None:
     """Prepares a rank for tests on megatron-core, which is slow to import and needs help on CPU."""
-    import megatron.core  # noqa: F401, PLC0415
     import megatron.core.parallel_state  # noqa: F401, PLC0415
 
     try:
@@ -294,7 +293,9 @@ def _serve(pipe: connection.Connection, rank: int, world_size: int, store: str) 
 
     torch.set_num_threads(1)
     # torchrun's variables, for code that reads them.
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+    )
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
     )
@@ -369,7 +370,7 @@ def _set_up(setup: Callable[[], None] | None) -> None:
 
 
 def _check_default_group(job_id: int) -> int:
-    """How many groups besides the default one exist. Raises unless all ranks meet in the default group. **Collective.**"""
+    """How many groups exist besides the default one, in which all ranks must meet. **Collective.**"""
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
