@@ -1,0 +1,1 @@
+"""Pre-training of Megatron-Core models with megatron_fsdp."""
