@@ -223,10 +223,10 @@ def import_paths() -> list[str]:
 
 def setup_mcore() -> None:
     """Prepares a rank for tests on megatron-core, which is slow to import and needs help on CPU."""
-    import megatron.core.parallel_state  # noqa: F401, PLC0415
+    import megatron.core.parallel_state  # noqa: F401
 
     try:
-        from megatron_fsdp.mcore import cpu_compat  # noqa: PLC0415
+        from megatron_fsdp.mcore import cpu_compat
     except ImportError:
         return
     cpu_compat.install()
@@ -241,7 +241,7 @@ def _no_answer(timeout_s: float, has_failed_peer: bool) -> Failure:
 def _raise(world_size: int, failures: dict[int, Failure]) -> None:
     skipped = [failure for failure in failures.values() if "_pytest.outcomes.Skipped" in failure.type_names]
     if len(skipped) == len(failures):
-        import pytest  # noqa: PLC0415
+        import pytest
 
         pytest.skip(skipped[0].message)
     raise RankError(world_size, failures)
@@ -288,8 +288,8 @@ def _serve(pipe: connection.Connection, rank: int, world_size: int, store: str) 
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     sys.path[:0] = [path for path in import_paths() if path not in sys.path]
 
-    import torch  # noqa: PLC0415
-    import torch.distributed as dist  # noqa: PLC0415
+    import torch
+    import torch.distributed as dist
 
     torch.set_num_threads(1)
     # torchrun's variables, for code that reads them.
@@ -338,7 +338,7 @@ def _answer(message: bytes) -> bytes | None:
 
 
 def _reset_process_state() -> None:
-    import torch  # noqa: PLC0415
+    import torch
 
     torch.manual_seed(0)
     random.seed(0)
@@ -351,7 +351,7 @@ def _reset_process_state() -> None:
 
 def _dumps(value: Any) -> bytes:
     """Pickles by value: no shared memory, and of a view only its own elements."""
-    import torch  # noqa: PLC0415
+    import torch
 
     class ByValue(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
@@ -371,8 +371,8 @@ def _set_up(setup: Callable[[], None] | None) -> None:
 
 def _check_default_group(job_id: int) -> int:
     """How many groups exist besides the default one, in which all ranks must meet. **Collective.**"""
-    import torch  # noqa: PLC0415
-    import torch.distributed as dist  # noqa: PLC0415
+    import torch
+    import torch.distributed as dist
 
     if not dist.is_initialized():
         raise RuntimeError("the job destroyed the default process group")
@@ -392,7 +392,7 @@ def _forget_mcore_groups() -> None:
 
 def results_agree(results: Sequence[Any]) -> bool:
     """Whether every rank returned the same value; tensors compare bit by bit."""
-    import torch  # noqa: PLC0415
+    import torch
 
     def same(a: Any, b: Any) -> bool:
         if isinstance(a, torch.Tensor):

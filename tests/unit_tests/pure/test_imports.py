@@ -1,0 +1,110 @@
+"""Layers, and who may touch what: the architecture as a test."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.unit_tests.pure.import_rules import engine_violations, is_too_long, shared_violations
+
+ROOT = Path(__file__).resolve().parents[3]
+SOURCE = ROOT / "megatron/core/distributed/fsdp/src"
+ENGINE = SOURCE / "megatron_fsdp"
+ENGINE_FILES = sorted(str(path.relative_to(ENGINE)) for path in ENGINE.rglob("*.py"))
+OTHER_FOLDERS = ("megatron/training", "tools", "examples", "benchmarks")
+
+
+def other_files():
+    files = [path for folder in OTHER_FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    return files + [path for path in (ROOT / "pretrain_gpt.py",) if path.exists()]
+
+
+@pytest.mark.parametrize("path", ENGINE_FILES)
+def test_engine_file_keeps_the_rules(path):
+    assert engine_violations(path, (ENGINE / path).read_text(encoding="utf-8")) == []
+
+
+def test_other_files_keep_the_rules():
+    for path in [*other_files(), *(ROOT / "tests").rglob("*.py")]:
+        assert shared_violations(path.name, path.read_text(encoding="utf-8")) == []
+    too_long = [str(path.relative_to(ROOT)) for path in other_files() if is_too_long(path.read_text(encoding="utf-8"))]
+    assert too_long == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "complaint"),
+    [
+        ("plan/layout.py", "import torch.distributed", "torch.distributed does not belong"),
+        ("plan/layout.py", "from torch import distributed as dist", "torch.distributed does not belong"),
+        ("config.py", "import torch\ntorch.distributed.barrier()", "config.py:2: torch.distributed.barrier"),
+        ("plan/layout.py", "from ..machine import mesh", "layer 1, above this file's layer 0"),
+        ("state/codec.py", "from megatron_fsdp.runtime.unit import Unit", "layer 3, above this file's layer 2"),
+        ("state/codec.py", "from megatron_fsdp import fully_shard", "layer 4, above this file's layer 2"),
+        ("machine/mesh.py", "from .. import state", "layer 2, above this file's layer 1"),
+        ("fully_shard.py", "def f():\n    from .mcore import adapter", "layer 5, above this file's layer 4"),
+        ("state/codec.py", "import transformer_engine.pytorch as te", "belongs in state/codec_te.py"),
+        (
+            "state/codec.py",
+            "import importlib\nimportlib.import_module('transformer_engine')",
+            "belongs in state/codec_te",
+        ),
+        ("fully_shard.py", "from megatron.core import parallel_state", "megatron.core belongs in mcore/"),
+        ("mcore/adapter.py", "import megatron.training.loop", "belongs in no file of the engine"),
+        ("mcore/adapter.py", "import megatron.core.distributed.fsdp.src", "megatron-core's own copy"),
+        ("mcore/adapter.py", "from megatron.core.distributed import fsdp", "megatron-core's own copy"),
+        ("runtime/schedule.py", "import torch\ntorch.cuda.Stream()", "torch.cuda belongs in"),
+        ("runtime/schedule.py", "from torch.cuda import Stream", "torch.cuda belongs in"),
+        ("runtime/schedule.py", "if kind == 'optim_grads': pass", "strategy name 'optim_grads'"),
+        ("runtime/hooks.py", "import torch\ntorch._C._current_graph_task_id()", "private to torch"),
+        ("runtime/hooks.py", "import torch as t\nt.autograd.graph._x", "private to torch"),
+        ("runtime/hooks.py", "from torch.distributed.tensor import _dtensor_spec", "private to torch"),
+        ("runtime/hooks.py", "x = 1\n" * 401, "401 lines"),
+    ],
+)
+def test_a_violation_is_found(path, source, complaint):
+    assert any(complaint in found for found in engine_violations(path, source)), engine_violations(path, source)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("state/codec_te.py", "import transformer_engine.pytorch as te"),
+        ("machine/device.py", "import torch\ntorch.cuda.Stream()"),
+        ("machine/torch_compat.py", "import torch\ntorch._C._current_graph_task_id()"),
+        ("plan/strategy.py", "NAMES = ['no_shard', 'optim']"),
+        (
+            "runtime/schedule.py",
+            '"""Under optim_grads this waits."""\nfrom ..state import param_group\nfrom . import unit',
+        ),
+        ("mcore/adapter.py", "from megatron.core import parallel_state\nfrom megatron_fsdp import MegatronFSDP"),
+        ("megatron_fsdp.py", "import torch\ntorch.__version__\ntorch.nn.Module\nself._private"),
+        ("runtime/hooks.py", "x = 1\n" * 400),
+    ],
+)
+def test_what_is_allowed_is_not_found(path, source):
+    assert engine_violations(path, source) == []
+
+
+def test_the_engine_imports_with_torch_alone():
+    code = """
+        import sys
+
+        class Blocker:
+            names = {"megatron", "einops", "yaml", "psutil", "rich", "tensorboard", "matplotlib", "transformer_engine"}
+
+            def find_spec(self, name, path=None, target=None):
+                if name.split(".")[0] in self.names:
+                    raise ImportError(f"{name} is blocked in this test")
+
+        sys.meta_path.insert(0, Blocker())
+        import megatron_fsdp
+        assert megatron_fsdp.fully_shard and megatron_fsdp.MegatronFSDP
+        assert not any(name.split(".")[0] in Blocker.names for name in sys.modules)
+    """
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, env=environment, cwd=SOURCE, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
