@@ -1,0 +1,162 @@
+"""Where a rank's shard lies in its global tensor, and how torch's checkpointing is told.
+
+A DTensor's spec names the cut dims but not the cut points: torch assumes those of `torch.chunk`. With any other rows
+per rank `full_tensor()` and `torch.distributed.checkpoint` (DCP) are silently wrong, unless DCP is told each rank's
+chunk. How DCP asks (torch 2.11 to 2.13: `checkpoint/planner_helpers.py`, `checkpoint/utils.py`, `tensor/_api.py`):
+
+- save: the planner calls `obj.__create_write_items__(fqn, obj)` on every rank in the mesh. DTensor's method hands over
+  to its `_local_tensor` if that has the attribute, else assumes `torch.chunk`. Items with one (fqn, offsets) index are
+  written once, by the rank with the smallest plan; the rest must tile the tensor. A name that nobody writes does not
+  exist on load, so a tensor without elements still needs one (empty) item.
+- load: `obj.__create_chunk_list__()` gives the boxes to fill (again `_local_tensor` is asked first); each is overlapped
+  with the saved boxes. A box without elements costs an empty read at most.
+- both find the memory with `obj.__get_tensor_shard__(index)`, which for a plain `_local_tensor` is `to_local()`: one
+  chunk per rank needs no attribute for that.
+- asynchronous saving copies tensors with their attributes, and in process mode pickles them. Pickling keeps a DTensor's
+  attributes but drops those of the plain tensor inside; so both carry the chunk, and it is a picklable object.
+- `detach()`, `.data`, `nn.Parameter(...)` and arithmetic make new tensors *without* the attributes. So a chunk is
+  attached to the tensors that stand in the state dict, when it is made.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .machine.torch_compat import local_tensor, sharded_dim, split_factor
+
+CREATE_CHUNK_LIST = "__create_chunk_list__"
+CREATE_WRITE_ITEMS = "__create_write_items__"
+
+
+class Cut(NamedTuple):
+    """One tensor dim and the mesh axes that cut it, the coarsest cut first."""
+
+    dim: int
+    axes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AttachedChunk:
+    """One rank's box of a global tensor, in the form in which DCP asks for it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    is_writer: bool
+    """False on all but one rank of a set of replicas."""
+    is_first: bool
+    """Whether this rank speaks for a tensor that has no elements at all."""
+
+    @property
+    def metadata(self) -> ChunkStorageMetadata:
+        """The box as torch spells it."""
+        return ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=torch.Size(self.sizes))
+
+    def create_chunk_list(self) -> list[ChunkStorageMetadata]:
+        """What DCP fills on load: this rank's box, also when it is empty."""
+        return [self.metadata]
+
+    def create_write_items(self, fqn: str, dtensor: DTensor) -> list[WriteItem]:
+        """What DCP writes on save: nothing for an empty box or a replica of another rank's."""
+        has_elements = all(self.sizes)
+        if not self.is_writer or not (has_elements or (self.is_first and dtensor.numel() == 0)):
+            return []
+        chunk = self.metadata
+        properties = TensorProperties.create_from_tensor(local_tensor(dtensor))
+        data = TensorWriteData(chunk=chunk, properties=properties, size=dtensor.size())
+        return [WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)]
+
+    def __deepcopy__(self, memo: dict) -> "AttachedChunk":
+        return self
+
+
+def attach_chunk_metadata(dtensor: DTensor, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+    """Tells DCP that this rank's local tensor is the box (`offsets`, `sizes`) of the global tensor. No communication.
+
+    Call it on every rank of the mesh or on none, empty shards included (some size is 0, the offset anything in bounds).
+    Of ranks that differ only in coordinates of Replicate axes the one at coordinate 0 writes; all of them read.
+    Raises ValueError if the box is not the local tensor's shape or reaches outside the global tensor.
+    """
+    local = local_tensor(dtensor)
+    offsets, sizes = tuple(map(int, offsets)), tuple(map(int, sizes))
+    if sizes != tuple(local.shape):
+        raise ValueError(f"Expected the sizes of a chunk to be its local shape {tuple(local.shape)}; got {sizes}.")
+    if not is_inside(offsets, sizes, tuple(dtensor.shape)):
+        raise ValueError(f"The chunk at {offsets} of sizes {sizes} is outside the global shape {tuple(dtensor.shape)}.")
+    cut_axes = {axis for cut in cuts_of(dtensor) for axis in cut.axes}
+    coordinate = dtensor.device_mesh.get_coordinate() or ()
+    is_writer = all(axis in cut_axes or at == 0 for axis, at in enumerate(coordinate))
+    chunk = AttachedChunk(offsets, sizes, is_writer, is_first=not any(coordinate))
+    for owner in (local, dtensor):
+        setattr(owner, CREATE_CHUNK_LIST, chunk.create_chunk_list)
+        setattr(owner, CREATE_WRITE_ITEMS, chunk.create_write_items)
+
+
+def attached_chunk(dtensor: DTensor) -> ChunkStorageMetadata | None:
+    """This rank's box as attached; None if nothing is. ValueError if the local tensor is made of several boxes."""
+    for owner in (local_tensor(dtensor), vars(dtensor).get(CREATE_CHUNK_LIST)):
+        create = getattr(owner, CREATE_CHUNK_LIST, None) if isinstance(owner, torch.Tensor) else owner
+        if create is None:
+            continue
+        chunks = create()
+        if len(chunks) != 1:
+            raise ValueError(f"Expected exactly one chunk of the DTensor on every rank; this rank has {len(chunks)}.")
+        return chunks[0]
+    return None
+
+
+def is_inside(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether the box lies within a tensor of this shape."""
+    if not len(offsets) == len(sizes) == len(shape):
+        return False
+    return all(0 <= low <= low + size <= high for low, size, high in zip(offsets, sizes, shape, strict=True))
+
+
+def cuts_of(dtensor: DTensor) -> list[Cut]:
+    """Which mesh axes cut which tensor dims, in dim order.
+
+    Plain Shards on one dim cut in mesh order. A strided one (split factor f) is cut after axes to its right whose sizes
+    multiply to f: that is how (outer, inner) is written when inner cuts first. A mesh may say it outright, with an
+    attribute `_shard_order`: all its axes (names or indices), the coarsest cut first. ValueError for placements that
+    say neither Shard nor Replicate, and for split factors that no order explains.
+    """
+    mesh = dtensor.device_mesh
+    axes_by_dim: dict[int, list[int]] = {}
+    for axis in reversed(range(mesh.ndim)):
+        placement = dtensor.placements[axis]
+        if placement.is_replicate():
+            continue
+        dim = sharded_dim(placement)
+        if dim is None:
+            raise ValueError(f"Expected Shard or Replicate placements; got {placement} on mesh axis {axis}.")
+        axes = axes_by_dim.setdefault(dim % dtensor.ndim, [])
+        axes.insert(_cut_position(mesh, axes, split_factor(placement)), axis)
+    declared = getattr(mesh, "_shard_order", None)
+    if declared is not None:
+        names = mesh.mesh_dim_names or ()
+        rank_of = {(names.index(axis) if isinstance(axis, str) else axis): i for i, axis in enumerate(declared)}
+        axes_by_dim = {dim: sorted(axes, key=rank_of.__getitem__) for dim, axes in axes_by_dim.items()}
+    return [Cut(dim, tuple(axes)) for dim, axes in sorted(axes_by_dim.items())]
+
+
+def _cut_position(mesh: DeviceMesh, later_axes: list[int], factor: int) -> int:
+    """How many of `later_axes` (coarsest first) cut before an axis with this split factor."""
+    pieces = 1
+    for position, axis in enumerate(later_axes):
+        if pieces == factor:
+            return position
+        pieces *= mesh.size(axis)
+    if pieces != factor:
+        sizes = [mesh.size(axis) for axis in later_axes]
+        raise ValueError(f"No cut order explains split factor {factor} of a strided Shard before axes of sizes {sizes}.")
+    return len(later_axes)
+
+
+def cutting_axes(dtensor: DTensor) -> list[int]:
+    """The mesh axes whose placement is a Shard, in mesh order."""
+    return sorted(axis for cut in cuts_of(dtensor) for axis in cut.axes)

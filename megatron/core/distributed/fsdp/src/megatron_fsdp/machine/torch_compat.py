@@ -1,0 +1,55 @@
+"""Every private torch symbol that the engine touches, each with its reason and the versions it was seen in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+
+def in_backward() -> bool:
+    """True inside an autograd graph task: a forward that runs now is a recomputation.
+
+    torch offers no public question; `torch._C._current_graph_task_id` is -1 outside (torch 2.1 to 2.13).
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def on_backward_end(callback: Callable[[], None]) -> None:
+    """Runs `callback` when the current graph task is finished; call it inside one.
+
+    `Variable._execution_engine.queue_callback` is what DistributedDataParallel uses (torch 1.0 to 2.13).
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def premul_sum(factor: float) -> dist.ReduceOp:
+    """NCCL's sum of inputs multiplied by `factor`; `_make_nccl_premul_sum` is its only constructor (torch 1.13 to 2.13)."""
+    return dist._make_nccl_premul_sum(factor)
+
+
+def local_tensor(dtensor: DTensor) -> torch.Tensor:
+    """The local tensor object itself; `to_local()` gives an alias, and torch DCP reads attributes of the object."""
+    return dtensor._local_tensor
+
+
+def sharded_dim(placement: Placement) -> int | None:
+    """The tensor dim that a placement cuts; None if it is not a Shard.
+
+    `_StridedShard` (an axis that is cut after axes to its right) is private. It is a `Shard` by inheritance in some
+    versions only (not in torch 2.13), and neither `isinstance` nor `is_shard()` alone is right in all (2.11 to 2.13).
+    """
+    return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
+
+
+def split_factor(placement: Placement) -> int:
+    """Into how many pieces axes to the right have cut the dim before this placement does; 1 for a plain Shard."""
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+
+
+def strided_shard(dim: int, factor: int) -> Placement:
+    """A Shard that is cut after axes to its right whose sizes multiply to `factor` (torch 2.4 to 2.13)."""
+    return _StridedShard(dim, split_factor=factor)

@@ -1,0 +1,538 @@
+"""Unevenly sharded DTensors: where the shards lie, how they come together, how torch's checkpointing sees them."""
+
+import functools
+import itertools
+import multiprocessing.reduction
+import pickle
+import random
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from megatron_fsdp import uneven_dtensor as uneven
+from megatron_fsdp.dtensor_chunks import CREATE_CHUNK_LIST, CREATE_WRITE_ITEMS, attached_chunk
+from megatron_fsdp.machine.torch_compat import local_tensor, strided_shard
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
+DTYPES += [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
+MESH_SHAPES = {2: [(2,), (1, 2)], 3: [(3,)], 4: [(4,), (2, 2), (2, 1, 2)]}
+
+
+@functools.cache
+def mesh_of(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=tuple(f"axis{i}" for i in range(len(shape))))
+
+
+def placements_for(mesh: DeviceMesh, cuts: dict[int, list[int]]) -> list:
+    """Placements that cut each dim by its axes, the coarsest cut first."""
+    placements = [Replicate() for _ in range(mesh.ndim)]
+    for dim, axes in cuts.items():
+        for position, axis in enumerate(axes):
+            factor = 1
+            for earlier in axes[:position]:
+                factor *= mesh.size(earlier) if earlier > axis else 1
+            placements[axis] = Shard(dim) if factor == 1 else strided_shard(dim, factor)
+    return placements
+
+
+def box_of(shape, mesh: DeviceMesh, cuts: dict[int, list[int]], seed: int) -> list[tuple[int, int]]:
+    """This rank's (low, high) in every dim; cut points are random, often equal, and the same for all ranks."""
+    box = [(0, extent) for extent in shape]
+    for dim, axes in cuts.items():
+        path: tuple[int, ...] = ()
+        for axis in axes:
+            low, high = box[dim]
+            generator = random.Random(f"{seed} {dim} {axis} {path}")
+            inner = sorted(generator.randint(low, high) for _ in range(mesh.size(axis) - 1))
+            at = mesh.get_local_rank(axis)
+            box[dim] = tuple([low, *inner, high][at : at + 2])
+            path += (at,)
+    return box
+
+
+def sharded(full: torch.Tensor, mesh: DeviceMesh, cuts: dict[int, list[int]], seed: int) -> tuple[DTensor, list]:
+    box = box_of(full.shape, mesh, cuts, seed)
+    local = full[tuple(slice(low, high) for low, high in box)].clone()
+    placements = placements_for(mesh, cuts)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()), box
+
+
+def rows(full: torch.Tensor, counts: list[int], mesh: DeviceMesh | None = None, attach: bool = False) -> DTensor:
+    """`full` on a 1-D mesh with so many rows at each rank."""
+    mesh = mesh or mesh_of(len(counts))
+    at, start = mesh.get_local_rank(0), sum(counts[: mesh.get_local_rank(0)])
+    local = full[start : start + counts[at]].clone()
+    placements = [Shard(0), *[Replicate()] * (mesh.ndim - 1)]
+    result = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+    if attach:
+        uneven.attach_chunk_metadata(result, (start, *[0] * (full.dim() - 1)), local.shape)
+    return result
+
+
+def values(shape, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 100, shape, generator=generator).to(dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.float(), b.float()) if a.dtype.itemsize == 1 else torch.equal(a, b)
+
+
+def random_cuts(generator: random.Random, ndim: int, mesh: DeviceMesh) -> dict[int, list[int]]:
+    """Every mesh axis replicates or cuts some dim, in any order."""
+    cuts: dict[int, list[int]] = {}
+    for axis in generator.sample(range(mesh.ndim), mesh.ndim):
+        dim = generator.randint(-1, ndim - 1)
+        if dim >= 0:
+            cuts.setdefault(dim, []).append(axis)
+    return cuts
+
+
+# ---- where the shards lie, and the full tensor ----
+
+
+def fuzz_job(mesh_shapes: list[tuple[int, ...]], cases: int) -> None:
+    for case in range(cases):
+        generator = random.Random(case)
+        mesh = mesh_of(*generator.choice(mesh_shapes))
+        shape = [generator.choice([0, 1, 2, 5, 7, 16]) for _ in range(generator.randint(1, 3))]
+        full = values(shape, generator.choice(DTYPES), seed=case)
+        dtensor, box = sharded(full, mesh, random_cuts(generator, len(shape), mesh), seed=case)
+        chunk = uneven.gather_and_compute_chunk_metadata(dtensor)
+        assert tuple(chunk.offsets) == tuple(low for low, _ in box), (case, chunk, box)
+        assert tuple(chunk.sizes) == tuple(local_tensor(dtensor).shape)
+        if case % 2:
+            uneven.update_uneven_dtensor_chunk_metadata(dtensor)
+            assert attached_chunk(dtensor) == chunk == dtensor.__create_chunk_list__()[0]
+            uneven.validate_uneven_dtensor(dtensor)
+        assert same(uneven.uneven_dtensor_to_full_tensor(dtensor), full), case
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_any_cut_of_any_dtype_is_found_and_gathered(rank_pools, world: int) -> None:
+    rank_pools[world].run(fuzz_job, MESH_SHAPES[world], 40)
+
+
+def even_job() -> None:
+    full = values((6, 4))
+    for placement in (Shard(0), Shard(1), Shard(-1), Replicate()):
+        dtensor = distribute_tensor(full, mesh_of(2), [placement])
+        uneven.validate_uneven_dtensor(dtensor)
+        assert same(uneven.uneven_dtensor_to_full_tensor(dtensor), dtensor.full_tensor())
+    scalar = distribute_tensor(torch.tensor(3.0), mesh_of(2), [Replicate()])
+    assert uneven.uneven_dtensor_to_full_tensor(scalar).item() == 3.0
+    param = torch.nn.Parameter(rows(full, [1, 5]))
+    gathered = uneven.uneven_dtensor_to_full_tensor(param)
+    assert same(gathered, full) and not gathered.requires_grad
+
+
+def test_even_shards_replicas_scalars_and_parameters(ranks2) -> None:
+    ranks2.run(even_job)
+
+
+def torch_is_wrong_job() -> list[bool]:
+    full = torch.arange(5.0)
+    dtensor = rows(full, [5, 0])
+    return [same(dtensor.full_tensor(), full), same(uneven.uneven_dtensor_to_full_tensor(dtensor), full)]
+
+
+def test_torch_alone_gets_uneven_rows_wrong(ranks2) -> None:
+    """The reason for this module; if torch ever gets it right, say so in the docs."""
+    assert ranks2.run(torch_is_wrong_job) == [[False, True]] * 2
+
+
+def replicated_job() -> None:
+    full = values((7, 3))
+    dtensor = rows(full, [0, 6, 1])
+    for redistribute in (uneven.redistribute_uneven_dtensor_to_replicated, deprecated):
+        result = redistribute(dtensor)
+        assert list(result.placements) == [Replicate()] and same(result.to_local(), full)
+
+
+def deprecated(dtensor: DTensor) -> DTensor:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = uneven.gather_uneven_dtensor_to_full_tensor(dtensor)
+    assert [w.category for w in caught if "gather_uneven" in str(w.message)] == [DeprecationWarning]
+    return result
+
+
+def test_replicated_copy_and_its_deprecated_name(ranks3) -> None:
+    ranks3.run(replicated_job)
+
+
+def declared_order_job() -> None:
+    """(Shard(0), Shard(0)) reads outer-major, unless the mesh says that the inner axis cuts first."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    mesh._shard_order = ("inner", "outer")
+    full = values((9, 2))
+    cut, box = sharded(full, mesh, {0: [1, 0]}, seed=3)
+    plain = DTensor.from_local(
+        cut.to_local(), mesh, [Shard(0), Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
+    )
+    assert tuple(uneven.gather_and_compute_chunk_metadata(plain).offsets) == (box[0][0], 0)
+    assert same(uneven.uneven_dtensor_to_full_tensor(plain), full)
+
+
+def test_a_mesh_can_declare_its_cut_order(ranks4) -> None:
+    ranks4.run(declared_order_job)
+
+
+def gather_rows_job(cases: int) -> None:
+    group, peers = dist.group.WORLD, dist.get_world_size()
+    for case in range(cases):
+        generator = random.Random(case)
+        counts = [generator.choice([0, 0, 1, 4, 9]) for _ in range(peers)]
+        rest = generator.choice([(), (3,), (2, 5), (0,)])
+        full = values((sum(counts), *rest), generator.choice(DTYPES), seed=case)
+        start = sum(counts[: dist.get_rank()])
+        local = full[start : start + counts[dist.get_rank()]]
+        gathered = uneven.gather_rows(local, counts, group)
+        assert same(gathered, full), (case, counts, rest, full.dtype)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_gather_rows(rank_pools, world: int) -> None:
+    rank_pools[world].run(gather_rows_job, 30)
+
+
+def wrong_rows_job() -> None:
+    uneven.gather_rows(torch.ones(3), [1, 1], dist.group.WORLD)
+
+
+def test_gather_rows_refuses_other_counts(ranks2) -> None:
+    ranks2.run_expecting(ValueError, r"rows per rank of 2 ranks.*got \[1, 1\]", wrong_rows_job)
+
+
+# ---- one exchange for a whole state dict ----
+
+
+def count_exchanges_job() -> list[int]:
+    mesh = mesh_of(2, 2)
+    state = {f"w{i}": sharded(values((i + 3, 2)), mesh, {0: [1, 0]}, seed=i)[0] for i in range(20)}
+    state |= {f"inner{i}": sharded(values((i + 3, 2)), mesh, {0: [1]}, seed=i)[0] for i in range(20)}
+    calls: list[int] = []
+    real = dist.all_gather_into_tensor
+    dist.all_gather_into_tensor = lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs))[1]
+    try:
+        uneven.preprocess_state_dict_for_uneven_dtensor({"model": state})
+    finally:
+        dist.all_gather_into_tensor = real
+    return [len(calls), sum(attached_chunk(dtensor) is not None for dtensor in state.values())]
+
+
+def test_a_state_dict_costs_one_exchange_per_axis_and_cut_order(ranks4) -> None:
+    assert ranks4.run(count_exchanges_job) == [[3, 40]] * 4  # inner and outer for `w`, inner for `inner`
+
+
+def nested_job() -> None:
+    """Any nesting, any insertion order; what is not a DTensor is left alone."""
+    full = values((5, 2))
+    a, b, c = rows(full, [4, 1]), rows(full, [0, 5]), rows(full, [5, 0])
+    entries = [("x", {"a": a, "n": 3}), ("y", [{"b": b}, c]), ("t", torch.ones(2)), ("none", None)]
+    state = dict(entries if dist.get_rank() else reversed(entries))
+    assert uneven.preprocess_state_dict_for_uneven_dtensor(state) is state
+    for dtensor, start in ((a, (0, 4)), (b, (0, 0)), (c, (0, 5))):
+        assert attached_chunk(dtensor).offsets[0] == start[dist.get_rank()]
+
+
+def test_preprocess_finds_nested_dtensors_in_any_order(ranks2) -> None:
+    ranks2.run(nested_job)
+
+
+def different_keys_job() -> None:
+    full = values((5, 2))
+    state = {"a": rows(full, [4, 1])}
+    if dist.get_rank() == 0:
+        state["only_here"] = rows(full, [5, 0])
+    uneven.preprocess_state_dict_for_uneven_dtensor(state)
+
+
+def inferred_shape_job() -> None:
+    local = torch.ones(dist.get_rank() + 1, 2)
+    uneven.update_uneven_dtensor_chunk_metadata(DTensor.from_local(local, mesh_of(2), [Shard(0)], run_check=False))
+
+
+def wrong_uncut_dim_job() -> None:
+    local = torch.ones(2, 3 - dist.get_rank())
+    dtensor = DTensor.from_local(local, mesh_of(2), [Shard(0)], run_check=False, shape=(4, 3), stride=(3, 1))
+    uneven.update_uneven_dtensor_chunk_metadata(dtensor)
+
+
+def wrong_total_job() -> None:
+    local = torch.ones(2, 3)
+    dtensor = DTensor.from_local(local, mesh_of(2), [Shard(0)], run_check=False, shape=(5, 3), stride=(3, 1))
+    uneven.update_uneven_dtensor_chunk_metadata(dtensor)
+
+
+def partial_job() -> None:
+    uneven.uneven_dtensor_to_full_tensor(DTensor.from_local(torch.ones(2), mesh_of(2), [Partial()], run_check=False))
+
+
+def strided_nonsense_job() -> None:
+    placements = [strided_shard(0, 3), Shard(0)]
+    dtensor = DTensor.from_local(torch.ones(2), mesh_of(1, 2), placements, run_check=False, shape=(4,), stride=(1,))
+    uneven.gather_and_compute_chunk_metadata(dtensor)
+
+
+@pytest.mark.parametrize(
+    ("job", "match"),
+    [
+        (different_keys_job, "from 1 to 2 of them"),
+        (inferred_shape_job, "hold different DTensors"),
+        (wrong_uncut_dim_job, "no mesh axis cuts"),
+        (wrong_total_job, "do not add up"),
+        (partial_job, "Expected Shard or Replicate"),
+        (strided_nonsense_job, "split factor 3"),
+    ],
+)
+def test_every_rank_refuses_what_cannot_be_right(ranks2, job, match: str) -> None:
+    ranks2.run_expecting(ValueError, match, job)
+
+
+# ---- attached chunks ----
+
+
+def bad_cover_job(kind: str) -> None:
+    rank = dist.get_rank()
+    dtensor = rows(values((6, 2)), [3, 3], attach=True)
+    if kind == "overlap":
+        uneven.attach_chunk_metadata(dtensor, (rank * 2, 0), (3, 2))
+    elif kind == "gap":
+        dtensor = rows(values((6, 2))[:4], [2, 2])
+        dtensor = DTensor.from_local(dtensor.to_local(), mesh_of(2), [Shard(0)], shape=(6, 2), stride=(2, 1))
+        uneven.attach_chunk_metadata(dtensor, (rank * 4, 0), (2, 2))
+    elif kind == "torch":  # Nothing attached: torch's own idea is put to the test.
+        dtensor = rows(values((6, 2)), [5, 1])
+    uneven.validate_uneven_dtensor(dtensor)
+
+
+def test_validate_names_overlaps_gaps_and_wrong_guesses(ranks2) -> None:
+    ranks2.run(bad_cover_job, "nothing")
+    ranks2.run_expecting(AssertionError, "overlap", bad_cover_job, "overlap")
+    ranks2.run_expecting(AssertionError, "uncovered", bad_cover_job, "gap")
+    ranks2.run_expecting(AssertionError, "outside", bad_cover_job, "torch")
+
+
+def bad_attach_job(offsets: tuple, sizes: tuple) -> None:
+    uneven.attach_chunk_metadata(rows(values((6, 2)), [3, 3]), offsets, sizes)
+
+
+def two_chunks_job() -> None:
+    dtensor = rows(values((6, 2)), [3, 3], attach=True)
+    chunk = attached_chunk(dtensor)
+    local_tensor(dtensor).__create_chunk_list__ = lambda: [chunk, chunk]
+    uneven.uneven_dtensor_to_full_tensor(dtensor)
+
+
+def test_attach_refuses_wrong_boxes(ranks2) -> None:
+    ranks2.run_expecting(ValueError, "local shape", bad_attach_job, (0, 0), (2, 2))
+    ranks2.run_expecting(ValueError, "outside", bad_attach_job, (4, 0), (3, 2))
+    ranks2.run_expecting(ValueError, "outside", bad_attach_job, (0,), (3, 2))
+    ranks2.run_expecting(ValueError, "exactly one chunk", two_chunks_job)
+
+
+def copies_job() -> None:
+    """What asynchronous checkpointing does to a DTensor: copy it for staging, pickle it for another process."""
+    from torch.distributed.checkpoint._state_dict_stager import StateDictStager  # noqa: PLC0415
+
+    dtensor = rows(values((6, 2)), [6, 0], attach=True)
+    expected = attached_chunk(dtensor), dtensor.__create_write_items__("w", dtensor)
+    staged = StateDictStager().stage({"w": dtensor})["w"]
+    sent = pickle.loads(multiprocessing.reduction.ForkingPickler.dumps(staged))
+    for copy in (staged, sent):
+        assert copy is not dtensor and same(copy.to_local(), dtensor.to_local())
+        assert (copy.__create_chunk_list__()[0], copy.__create_write_items__("w", copy)) == expected
+
+
+def test_chunks_survive_staging_and_pickling(ranks2) -> None:
+    ranks2.run(copies_job)
+
+
+def writers_job() -> list[int]:
+    """This rank's write items for: Shard x Replicate, Replicate x Shard, Replicate, no elements, an empty shard."""
+    mesh = mesh_of(2, 2)
+    cuts = [{0: [0]}, {0: [1]}, {}, {0: [0]}]
+    tensors = [sharded(values((4, 2)), mesh, c, seed=1)[0] for c in cuts[:3]] + [
+        sharded(values((0, 2)), mesh, cuts[3], seed=1)[0],
+        rows(values((4, 2)), [4, 0], mesh),
+    ]
+    for dtensor in tensors:
+        uneven.update_uneven_dtensor_chunk_metadata(dtensor)
+        assert len(dtensor.__create_chunk_list__()) == len(local_tensor(dtensor).__create_chunk_list__()) == 1
+        for owner in (dtensor, local_tensor(dtensor)):
+            assert {CREATE_CHUNK_LIST, CREATE_WRITE_ITEMS} <= vars(owner).keys()
+    return [len(dtensor.__create_write_items__("w", dtensor)) for dtensor in tensors]
+
+
+def test_one_replica_writes(ranks4) -> None:
+    by_rank = ranks4.run(writers_job)
+    assert [list(column) for column in zip(*by_rank, strict=True)] == [
+        [1, 0, 1, 0],
+        [1, 1, 0, 0],
+        [1, 0, 0, 0],
+        [1, 0, 0, 0],
+        [1, 0, 0, 0],
+    ]
+
+
+# ---- torch's checkpointing ----
+
+
+def counts_for(world: int, seed: int) -> list[int]:
+    """Rows per rank of 11, seldom those that torch would guess."""
+    generator = random.Random(f"{world} {seed}")
+    points = sorted(generator.choice([0, 0, 3, 4, 10, 11]) for _ in range(world - 1))
+    return [high - low for low, high in itertools.pairwise([0, *points, 11])]
+
+
+def row_state(is_blank: bool) -> dict:
+    """Uneven tensors on all ranks; half of the chunks are attached from known offsets, half are exchanged."""
+    world, model = dist.get_world_size(), {}
+    for index in range(6):
+        full = values((11, 3), DTYPES[index % 2], seed=index)
+        full = torch.full_like(full, -1) if is_blank else full
+        model[f"w{index}"] = rows(full, counts_for(world, index), attach=index % 2 == 0)
+    uneven.preprocess_state_dict_for_uneven_dtensor({name: model[name] for name in ("w1", "w3", "w5")})
+    model["no_elements"] = rows(torch.empty(0, 3), [0] * world, attach=True)
+    return {"model": model, "step": 0 if is_blank else 7}
+
+
+def save_rows_job(path: str) -> None:
+    dcp.save(row_state(is_blank=False), checkpoint_id=path)
+
+
+def load_rows_job(path: str) -> None:
+    state = row_state(is_blank=True)
+    dcp.load(state, checkpoint_id=path)
+    assert state["step"] == 7
+    for index in range(6):
+        full = values((11, 3), DTYPES[index % 2], seed=index)
+        assert same(uneven.uneven_dtensor_to_full_tensor(state["model"][f"w{index}"]), full), index
+
+
+@pytest.mark.parametrize(("saved_at", "loaded_at"), [(3, 2), (2, 3), (4, 1), (1, 3)])
+def test_checkpoint_moves_between_world_sizes(rank_pools, tmp_path, saved_at: int, loaded_at: int) -> None:
+    rank_pools[saved_at].run(save_rows_job, str(tmp_path))
+    rank_pools[loaded_at].run(load_rows_job, str(tmp_path))
+
+
+def grid_state(mesh: DeviceMesh, seed: int, is_blank: bool) -> dict:
+    state = {}
+    for index, shape in enumerate([(9, 4), (7,), (3, 5, 2), (1, 8)]):
+        full = values(shape, seed=index)
+        generator = random.Random(seed + index)
+        cuts = random_cuts(generator, len(shape), mesh)
+        state[f"w{index}"] = sharded(torch.full_like(full, -1) if is_blank else full, mesh, cuts, seed + index)[0]
+    return uneven.preprocess_state_dict_for_uneven_dtensor(state)
+
+
+def save_grid_job(path: str, mesh_shape: tuple[int, ...], seed: int) -> None:
+    dcp.save(grid_state(mesh_of(*mesh_shape), seed, is_blank=False), checkpoint_id=path)
+
+
+def load_grid_job(path: str, mesh_shape: tuple[int, ...], seed: int) -> None:
+    state = grid_state(mesh_of(*mesh_shape), seed, is_blank=True)
+    dcp.load(state, checkpoint_id=path)
+    for index, shape in enumerate([(9, 4), (7,), (3, 5, 2), (1, 8)]):
+        dtensor = state[f"w{index}"]
+        uneven.validate_uneven_dtensor(dtensor)
+        assert same(uneven.uneven_dtensor_to_full_tensor(dtensor), values(shape, seed=index)), index
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_checkpoint_moves_between_grids(ranks4, ranks3, tmp_path, seed: int) -> None:
+    """Dims cut on two axes in either order, two dims cut, replicas, in between."""
+    ranks4.run(save_grid_job, str(tmp_path), (2, 2), seed)
+    ranks3.run(load_grid_job, str(tmp_path), (3,), seed)
+    ranks4.run(load_grid_job, str(tmp_path), (2, 2), seed + 10)
+
+
+# ---- split ----
+
+
+def split_job(cases: int) -> None:
+    mesh = mesh_of(2, 2) if dist.get_world_size() == 4 else mesh_of(dist.get_world_size())
+    for case in range(cases):
+        generator = random.Random(case)
+        shape = [generator.choice([1, 4, 6, 9]) for _ in range(generator.randint(1, 3))]
+        full = values(shape, seed=case)
+        dtensor, box = sharded(full, mesh, random_cuts(generator, len(shape), mesh), seed=case)
+        dim = generator.randint(-len(shape), len(shape) - 1)
+        sections: int | list[int] = generator.randint(1, 5)
+        if case % 2:
+            middle = generator.randint(0, shape[dim])
+            sections = [middle, 0, shape[dim] - middle]
+        pieces = uneven.split_dtensor(dtensor, sections, dim, update_uneven_dtensor_chunk_meta=case % 3 == 0)
+        expected = full.split(sections, dim)
+        assert len(pieces) == len(expected)
+        storage = local_tensor(dtensor).untyped_storage().data_ptr()
+        for piece, part in zip(pieces, expected, strict=True):
+            assert piece.shape == part.shape and piece.placements == dtensor.placements
+            assert local_tensor(piece).untyped_storage().data_ptr() == storage
+            assert case % 3 or attached_chunk(piece) is not None
+            assert same(uneven.uneven_dtensor_to_full_tensor(piece), part), (case, sections, dim, box)
+            if attached_chunk(piece) is not None:
+                uneven.validate_uneven_dtensor(piece)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_split_is_torch_split_of_the_full_tensor(rank_pools, world: int) -> None:
+    rank_pools[world].run(split_job, 30)
+
+
+def split_known_job() -> None:
+    """With an attached chunk nothing is communicated: one rank may do it alone."""
+    full = torch.arange(12.0).view(6, 2)
+    dtensor = rows(full, [5, 1], attach=True)
+    if dist.get_rank() == 1:
+        first, second = uneven.split_dtensor(dtensor, [3, 3])
+        assert first.to_local().shape == (0, 2) and tuple(attached_chunk(first).offsets) == (3, 0)
+        assert same(second.to_local(), full[5:]) and tuple(attached_chunk(second).offsets) == (2, 0)
+        second.to_local().fill_(-1)
+        assert same(dtensor.to_local(), torch.full((1, 2), -1.0))
+    for bad in ([3, 2], [7, -1], 0):
+        with pytest.raises(ValueError, match="split"):
+            uneven.split_dtensor(dtensor, bad)
+    with pytest.raises(IndexError, match="dim"):
+        uneven.split_dtensor(dtensor, 3, dim=2)
+
+
+def test_split_of_a_known_chunk_is_local(ranks2) -> None:
+    ranks2.run(split_known_job)
+
+
+# ---- without ranks ----
+
+
+def test_only_dtensors_are_accepted() -> None:
+    for function in (
+        uneven.gather_and_compute_chunk_metadata,
+        uneven.update_uneven_dtensor_chunk_metadata,
+        uneven.validate_uneven_dtensor,
+        uneven.uneven_dtensor_to_full_tensor,
+        uneven.redistribute_uneven_dtensor_to_replicated,
+        functools.partial(uneven.split_dtensor, split_size_or_sections=1),
+    ):
+        with pytest.raises(TypeError, match="Expected a DTensor; got Tensor"):
+            function(torch.ones(2))
+
+
+def test_paths_into_a_nested_state_dict() -> None:
+    state = {"a": {"b": 1, "c": "x"}, "d": [2, {"e": 3}], 5: 4}
+    paths = uneven.filter_unflattened_state_dict(state, visit_condition=lambda value: isinstance(value, int))
+    assert paths == [["a", "b"], ["d", 0], ["d", 1, "e"], [5]]
+    assert [uneven.get_unflattened_state_dict(state, path) for path in paths] == [1, 2, 3, 4]
+    assert uneven.filter_unflattened_state_dict(state) == []
+    assert uneven.filter_unflattened_state_dict({"b": 1}, ["a"], lambda value: value == 1) == [["a", "b"]]
+    assert uneven.get_unflattened_state_dict(state, []) is state
+    for path in (["nothing"], ["a", "b", "c"], ["d", 2]):
+        with pytest.raises(KeyError, match="path"):
+            uneven.get_unflattened_state_dict(state, path)
