@@ -1,5 +1,6 @@
 """Fixtures for every test: pools of gloo ranks, started by the first test that asks for one."""
 
+import os
 import sys
 from collections.abc import Iterator
 
@@ -7,6 +8,8 @@ import pytest
 
 from tests.unit_tests.harness.rank_pool import RankPool, import_paths, setup_mcore
 
+# Before torch is imported: for models this small a second thread costs more than it computes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path[:0] = [path for path in import_paths() if path not in sys.path]
 
 
