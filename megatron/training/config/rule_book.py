@@ -1,0 +1,49 @@
+"""How a rule is written, and what it sees."""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megatron.training.config.flags import all_flags
+from megatron.training.config.kernels import Kernels, Machine
+from megatron.training.config.schema import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where a configuration is to run."""
+
+    world_size: int
+    """Number of ranks."""
+    machine: Machine
+    """What each of them finds."""
+    kernels: Kernels
+    """The kernels that follow."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that see different samples."""
+        return self.world_size
+
+
+Rule = Callable[[RunConfig, Setting], str | Iterator[str] | None]
+RULES: list[Rule] = []
+"""All rules, in the order of their definition."""
+
+
+def rule(function: Rule) -> Rule:
+    """Adds `function` to the rules; its docstring says what must hold."""
+    RULES.append(function)
+    return function
+
+
+@functools.cache
+def flag_of(path: str) -> str:
+    """The flag of a field, for messages."""
+    return all_flags()[path].on[0]
+
+
+def value_of(config: RunConfig, path: str) -> object:
+    """The value of the field `section.name`."""
+    section, name = path.split(".")
+    return getattr(getattr(config, section), name)

@@ -1,0 +1,208 @@
+"""Rules about what Megatron-FSDP allows, what this machine can do, and what is not here yet."""
+
+from collections.abc import Iterator
+
+from megatron.training.config.flags import all_flags
+from megatron.training.config.rule_book import Setting, rule, value_of
+from megatron.training.config.schema import RunConfig
+
+NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
+    "dist.tensor_model_parallel_size": ((1,), "only data parallelism is supported"),
+    "dist.pipeline_model_parallel_size": ((1,), "only data parallelism is supported"),
+    "dist.context_parallel_size": ((1,), "only data parallelism is supported"),
+    "dist.expert_model_parallel_size": ((1,), "only data parallelism is supported"),
+    "dist.sequence_parallel": ((False,), "it splits over tensor-parallel ranks, which are not supported"),
+    "dist.use_torch_fsdp2": ((False,), "use --use-megatron-fsdp"),
+    "model.num_experts": ((None,), "only dense models are supported"),
+    "model.use_mcore_models": ((True,), "megatron-core's models are the only ones"),
+    "model.position_embedding_type": (("learned_absolute", "rope", "none"), "use rope, learned_absolute or none"),
+    "model.transformer_impl": ((None, "local", "transformer_engine"), "use transformer_engine or local"),
+    "model.gradient_accumulation_fusion": (
+        (None, False),
+        "the sharding engine accumulates gradients itself; leave it out",
+    ),
+    "precision.fp8": ((None,), "use --bf16"),
+    "ddp.fp8_param_gather": ((False,), "use --bf16"),
+    "ddp.nccl_ub": ((False,), "leave it out"),
+    "ddp.fsdp_double_buffer": ((False,), "leave it out; the engine chooses its buffers itself"),
+    "ddp.num_distributed_optimizer_instances": ((1,), "hybrid sharding is not supported in training runs"),
+    "data.dataloader_type": ((None, "single", "cyclic"), "use single or cyclic"),
+    "checkpoint.async_save": ((False,), "checkpoints are written before training goes on"),
+}
+"""Fields that exist for their messages: the values that work, and what to do about the others."""
+
+
+@rule
+def not_here_yet(config: RunConfig, setting: Setting) -> Iterator[str]:
+    """A value that would have no effect, or a wrong one, is refused."""
+    for path, (allowed, advice) in NOT_YET.items():
+        value = value_of(config, path)
+        if value not in allowed:
+            flag = all_flags()[path]
+            spelled = f"{flag.on[0]} {value}" if flag.base is not bool else flag.on[0] if value else flag.off[0]
+            yield f"{spelled} is not supported here; {advice}"
+
+
+@rule
+def megatron_fsdp_wraps_the_model(config: RunConfig, setting: Setting) -> str | None:
+    """Megatron-FSDP is the only data parallelism here; its no_shard is plain data parallelism."""
+    if not config.ddp.use_megatron_fsdp:
+        return (
+            "training here is always with --use-megatron-fsdp; for plain data parallelism add "
+            "--data-parallel-sharding-strategy no_shard"
+        )
+    return None
+
+
+@rule
+def fsdp_needs_its_checkpoint_format(config: RunConfig, setting: Setting) -> str | None:
+    """Megatron-FSDP writes and reads only the fsdp_dtensor format."""
+    checkpoint = config.checkpoint
+    has_checkpoints = checkpoint.save is not None or checkpoint.load is not None
+    if has_checkpoints and checkpoint.ckpt_format not in (None, "fsdp_dtensor"):
+        return f"--ckpt-format is {checkpoint.ckpt_format}; Megatron-FSDP needs fsdp_dtensor (or leave it out)"
+    return None
+
+
+@rule
+def format_of_fsdp_needs_fsdp(config: RunConfig, setting: Setting) -> str | None:
+    """Only Megatron-FSDP has the fsdp_dtensor format."""
+    if config.checkpoint.ckpt_format == "fsdp_dtensor" and not config.ddp.use_megatron_fsdp:
+        return "--ckpt-format fsdp_dtensor needs --use-megatron-fsdp"
+    return None
+
+
+@rule
+def engines_exclude_each_other(config: RunConfig, setting: Setting) -> str | None:
+    """One engine shards the model."""
+    if config.dist.use_torch_fsdp2 and config.ddp.use_megatron_fsdp:
+        return "--use-megatron-fsdp and --use-torch-fsdp2 exclude each other"
+    return None
+
+
+@rule
+def fsdp_orders_ranks_itself(config: RunConfig, setting: Setting) -> str | None:
+    """Megatron-FSDP's mesh has tensor-parallel ranks next to each other, data-parallel ones outside."""
+    if config.dist.use_tp_pp_dp_mapping:
+        return "--use-tp-pp-dp-mapping is not supported with Megatron-FSDP"
+    return None
+
+
+@rule
+def fsdp_shards_the_optimizer(config: RunConfig, setting: Setting) -> str | None:
+    """With Megatron-FSDP the sharding strategy decides; there is no way without its distributed optimizer."""
+    if config.ddp.use_distributed_optimizer is False and config.ddp.use_megatron_fsdp:
+        return "--no-use-distributed-optimizer: with Megatron-FSDP use --data-parallel-sharding-strategy no_shard"
+    return None
+
+
+@rule
+def outer_sharding_needs_inner(config: RunConfig, setting: Setting) -> Iterator[str]:
+    """Sharding over the outer dimension needs that dimension, and everything sharded inside."""
+    ddp = config.ddp
+    if ddp.outer_dp_sharding_strategy == "no_shard":
+        return
+    if ddp.data_parallel_sharding_strategy != "optim_grads_params":
+        yield "--outer-dp-sharding-strategy optim needs --data-parallel-sharding-strategy optim_grads_params"
+    if ddp.num_distributed_optimizer_instances == 1:
+        yield "--outer-dp-sharding-strategy optim needs --num-distributed-optimizer-instances above 1"
+
+
+@rule
+def instances_divide_ranks(config: RunConfig, setting: Setting) -> str | None:
+    """Copies of the sharded model have equally many ranks."""
+    copies, ranks = config.ddp.num_distributed_optimizer_instances, setting.data_parallel_size
+    if copies < 1 or ranks % copies:
+        return f"--num-distributed-optimizer-instances {copies} does not divide the {ranks} data-parallel ranks"
+    return None
+
+
+@rule
+def gather_overlaps_only_with_reduce(config: RunConfig, setting: Setting) -> str | None:
+    """Gathering weights ahead relies on the schedule that reduces gradients ahead."""
+    if config.ddp.overlap_param_gather and not config.ddp.overlap_grad_reduce:
+        return "--overlap-param-gather needs --overlap-grad-reduce"
+    return None
+
+
+@rule
+def meta_device_needs_sharding(config: RunConfig, setting: Setting) -> str | None:
+    """The engine materializes only what it shards."""
+    if config.model.init_model_with_meta_device and config.ddp.data_parallel_sharding_strategy == "no_shard":
+        return "--init-model-with-meta-device does not go with --data-parallel-sharding-strategy no_shard"
+    return None
+
+
+@rule
+def averages_have_one_meaning(config: RunConfig, setting: Setting) -> str | None:
+    """The per-token loss divides by tokens after a plain sum; an average in the collective would divide twice."""
+    if config.ddp.average_in_collective and config.model.calculate_per_token_loss:
+        return "--ddp-average-in-collective and --calculate-per-token-loss exclude each other"
+    return None
+
+
+@rule
+def kernels_have_their_packages(config: RunConfig, setting: Setting) -> Iterator[str]:
+    """A kernel that was asked for is there."""
+    machine = setting.machine
+    needs = {
+        "masked_softmax_fusion": (machine.has_apex_softmax, "Apex's softmax kernels and CUDA"),
+        "apply_rope_fusion": (machine.has_transformer_engine, "TransformerEngine and CUDA"),
+        "persist_layer_norm": (machine.has_apex_layer_norm, "Apex's LayerNorm and CUDA"),
+    }
+    for name, (is_there, package) in needs.items():
+        if getattr(config.model, name) and not is_there:
+            flag = all_flags()[f"model.{name}"]
+            yield f"{flag.on[0]} needs {package}, which are not here; leave it out or pass {flag.off[0]}"
+    if config.model.transformer_impl == "transformer_engine" and not machine.has_transformer_engine:
+        yield "--transformer-impl transformer_engine needs TransformerEngine and CUDA, which are not here; pass local"
+    if config.model.cross_entropy_fusion_impl == "te":
+        if not machine.has_transformer_engine:
+            yield "--cross-entropy-fusion-impl te needs TransformerEngine and CUDA, which are not here; use native"
+        if not config.model.cross_entropy_loss_fusion:
+            yield "--cross-entropy-fusion-impl needs --cross-entropy-loss-fusion"
+
+
+@rule
+def kernels_fit_the_model(config: RunConfig, setting: Setting) -> Iterator[str]:
+    """A kernel that was asked for has something to do."""
+    model = config.model
+    if model.bias_swiglu_fusion and not model.swiglu:
+        yield "--bias-swiglu-fusion needs --swiglu"
+    if model.bias_gelu_fusion and (model.swiglu or model.squared_relu or not model.add_bias_linear):
+        yield "--bias-gelu-fusion needs an MLP of bias and GELU (no --swiglu, --squared-relu or --disable-bias-linear)"
+    if model.apply_rope_fusion and model.position_embedding_type != "rope":
+        yield "--rope-fusion needs --position-embedding-type rope"
+    if model.persist_layer_norm and model.normalization != "LayerNorm":
+        yield "--persist-layer-norm needs --normalization LayerNorm"
+
+
+@rule
+def layers_know_the_option(config: RunConfig, setting: Setting) -> Iterator[str]:
+    """Some options belong to TransformerEngine's layers, some to the local ones."""
+    model, impl = config.model, setting.kernels.transformer_impl
+    if impl == "local":
+        if model.attention_backend not in ("auto", "local"):
+            yield f"--attention-backend {model.attention_backend} needs --transformer-impl transformer_engine"
+        if model.layernorm_zero_centered_gamma:
+            yield "--apply-layernorm-1p needs --transformer-impl transformer_engine"
+    elif model.attention_backend == "local":
+        yield "--attention-backend local needs --transformer-impl local"
+
+
+@rule
+def backend_fits_the_machine(config: RunConfig, setting: Setting) -> str | None:
+    """NCCL moves CUDA memory only."""
+    if config.dist.distributed_backend == "nccl" and not setting.machine.has_cuda:
+        return "--distributed-backend nccl needs CUDA, which is not here; leave it out or use gloo"
+    if config.dist.distributed_backend == "gloo" and setting.machine.has_cuda:
+        return "--distributed-backend gloo cannot train on CUDA devices; leave it out, or set CUDA_VISIBLE_DEVICES="
+    return None
+
+
+@rule
+def streams_may_overlap(config: RunConfig, setting: Setting) -> str | None:
+    """With one hardware queue, communication waits for computation."""
+    if config.ddp.use_megatron_fsdp and setting.machine.has_cuda and setting.machine.cuda_max_connections == "1":
+        return "CUDA_DEVICE_MAX_CONNECTIONS is 1, so that nothing overlaps with Megatron-FSDP; unset it"
+    return None

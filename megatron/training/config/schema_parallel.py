@@ -1,0 +1,96 @@
+"""How a run is spread over ranks: processes and groups, and the sharding engine."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+"""What is sharded over data-parallel ranks; also written as its position, 0 to 3."""
+
+OuterShardingStrategy = Literal["no_shard", "optim"]
+"""What is sharded over the outer data-parallel dimension; also written as its position, 0 or 1."""
+
+DtypeOrAuto = Literal["fp32", "bf16", "fp16", "auto"]
+"""A dtype of the engine's buffers; also written as torch spells it (float32, torch.bfloat16)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistConfig:
+    """Processes and their groups."""
+
+    distributed_backend: Literal["nccl", "gloo"] | None = None
+    """Communication library; auto: nccl with CUDA, else gloo."""
+
+    distributed_timeout_minutes: int = 10
+    """How long a collective may take before the run is aborted."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that split each layer. Only 1 here yet."""
+
+    pipeline_model_parallel_size: int = 1
+    """Ranks that split the stack of layers. Only 1 here yet."""
+
+    context_parallel_size: int = 1
+    """Ranks that split each sequence. Only 1 here yet."""
+
+    expert_model_parallel_size: int = 1
+    """Ranks that split the experts. Only 1 here yet."""
+
+    sequence_parallel: bool = False
+    """Split activations over tensor-parallel ranks. Not supported here yet."""
+
+    use_tp_pp_dp_mapping: bool = False
+    """Order ranks tensor-pipeline-data. Not supported with Megatron-FSDP."""
+
+    use_torch_fsdp2: bool = False
+    """Shard with PyTorch's fully_shard. Not supported; excludes --use-megatron-fsdp."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DdpConfig:
+    """Data parallelism: what is sharded, in which dtypes, and when it is communicated."""
+
+    use_megatron_fsdp: bool = False
+    """Train with Megatron-FSDP."""
+
+    data_parallel_sharding_strategy: ShardingStrategy = "optim_grads_params"
+    """What each data-parallel rank keeps only a shard of, by name or number: no_shard 0 (nothing), optim 1 (optimizer
+    state and main weights), optim_grads 2 (gradients too), optim_grads_params 3 (compute weights too)."""
+
+    outer_dp_sharding_strategy: OuterShardingStrategy = "no_shard"
+    """What is also sharded over the outer dimension of hybrid sharding; optim needs optim_grads_params inside."""
+
+    num_distributed_optimizer_instances: int = 1
+    """Copies of the sharded model: the size of the outer dimension of hybrid sharding. Only 1 here yet."""
+
+    use_distributed_optimizer: bool | None = None
+    """Shard the optimizer state; auto: as the sharding strategy says, Megatron-FSDP always goes this way."""
+
+    overlap_grad_reduce: bool = False
+    """Reduce gradients during the backward pass; always so under optim_grads and optim_grads_params."""
+
+    overlap_param_gather: bool = False
+    """Gather weights during the forward pass; always so under optim_grads_params."""
+
+    megatron_fsdp_main_params_dtype: DtypeOrAuto = "fp32"
+    """Dtype of the weights that the optimizer steps; auto: the compute weights themselves, no copy."""
+
+    megatron_fsdp_main_grads_dtype: DtypeOrAuto = "auto"
+    """Dtype that gradients are accumulated in; auto: the compute weights' dtype."""
+
+    megatron_fsdp_grad_comm_dtype: DtypeOrAuto = "auto"
+    """Dtype that gradients travel in; auto: that of the main gradients."""
+
+    average_in_collective: bool = False
+    """Let the collective average, instead of scaling gradients before a sum."""
+
+    fsdp_unit_modules: tuple[str, ...] | None = None
+    """Import paths of the module classes that are gathered and released as units; default the transformer layers."""
+
+    fsdp_double_buffer: bool = False
+    """Gather units into two fixed buffers in turn. Not supported here yet."""
+
+    nccl_ub: bool = False
+    """Register communication buffers with NCCL. Not supported here yet."""
+
+    fp8_param_gather: bool = False
+    """Gather weights in fp8. Not supported here yet."""

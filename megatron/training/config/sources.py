@@ -1,0 +1,144 @@
+"""Where a configuration comes from: defaults, then a YAML file, then the command line; and back to YAML.
+
+YAML is nested by section (`ddp: {data_parallel_sharding_strategy: optim}`); Megatron-LM's flat names are accepted at
+the top.
+"""
+
+import dataclasses
+import difflib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path, PosixPath, WindowsPath
+
+import yaml
+
+from megatron.training.config.flags import ConfigError, Flag, all_flags, parse_flags, sections
+from megatron.training.config.schema import RunConfig
+from megatron.training.config.spellings import OTHER_PLACES
+
+
+def load_config(argv: list[str] | None = None) -> RunConfig:
+    """The configuration of the command line `argv` (default: this process's), with the YAML file that it may name.
+
+    Raises ConfigError with every unknown flag, or every unknown key and wrong value of the file.
+    """
+    given = vars(parse_flags(sys.argv[1:] if argv is None else argv))
+    path = given.pop("yaml_cfg", None)
+    values = _read_yaml(path) if path else {}
+    # Flags with several words arrive as lists; the configuration is immutable.
+    values |= {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    return _build(values)
+
+
+def from_yaml(path: Path | str) -> RunConfig:
+    """The configuration that a YAML file describes over the defaults. ConfigError tells every mistake and its place."""
+    return _build(_read_yaml(Path(path)))
+
+
+def to_yaml(config: RunConfig) -> str:
+    """All of `config` as YAML that `from_yaml` and `--yaml-cfg` read back to the same value."""
+    tree = {name: _plain(getattr(config, name)) for name in sections()}
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+def _plain(section: object) -> dict[str, object]:
+    to_plain = {tuple: list, **dict.fromkeys((PosixPath, WindowsPath), str)}
+    values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+    return {name: to_plain.get(type(value), lambda same: same)(value) for name, value in values.items()}
+
+
+def _build(values: Mapping[str, object]) -> RunConfig:
+    chosen = {name: {} for name in sections()}
+    for path, value in values.items():
+        section, name = path.split(".")
+        chosen[section][name] = value
+    return RunConfig(**{name: cls(**chosen[name]) for name, cls in sections().items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Key:
+    """What a YAML key sets."""
+
+    flag: Flag
+    is_inverse: bool = False
+    constant: object = None
+
+    def value(self, given: object) -> object:
+        """The field's value for what the file says. Raises ValueError."""
+        if self.constant is None and not self.is_inverse:
+            return self.flag.parse(given)
+        if not isinstance(given, bool):
+            raise ValueError(f"expected true or false, not {given!r}")
+        return self.constant if self.constant is not None else not given
+
+
+@cache
+def _keys() -> Mapping[str, _Key]:
+    """Every accepted key: flat ones by themselves, nested ones as `section.key`."""
+    keys: dict[str, _Key] = {}
+    for flag in all_flags().values():
+        spelled = dict.fromkeys((flag.name, *flag.spelling.keys), _Key(flag=flag))
+        spelled |= dict.fromkeys(flag.spelling.inverse_keys, _Key(flag=flag, is_inverse=True))
+        for name, value in flag.spelling.constants.items():
+            spelled[name.lstrip("-").replace("-", "_")] = _Key(flag=flag, constant=value)
+        for name, key in spelled.items():
+            keys[name] = keys[f"{flag.section}.{name}"] = key
+    return keys | {other: keys[ours] for other, ours in OTHER_PLACES.items()}
+
+
+def _leaves(root: yaml.Node | None) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
+    """(full key, key node, value node) of each setting in the file."""
+    if root is None or not isinstance(root, yaml.MappingNode):
+        return
+    for key, value in root.value:
+        name = str(key.value)
+        # "optimizer" is a section and one of its fields: only a mapping is a section.
+        if name in sections() and isinstance(value, yaml.MappingNode):
+            yield from ((f"{name}.{inner.value}", inner, leaf) for inner, leaf in value.value)
+        elif name in sections() and value.tag.endswith(":null"):
+            continue
+        else:
+            yield name, key, value
+
+
+def _read_yaml(path: Path) -> dict[str, object]:
+    """The values that a file gives, by `section.name`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise ConfigError([f"cannot read the YAML file {path}: {error.strerror}"]) from None
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{path} is not YAML: {error}"]) from None
+    if root is not None and not isinstance(root, yaml.MappingNode):
+        raise ConfigError([f"{path} should hold sections or flags with values, as in 'train: {{train_iters: 100}}'"])
+    loader = yaml.SafeLoader("")
+    values: dict[str, object] = {}
+    places: dict[str, str] = {}
+    problems = []
+    for name, key_node, value_node in _leaves(root):
+        place = f"{path}:{key_node.start_mark.line + 1}:{key_node.start_mark.column + 1}"
+        key = _keys().get(name)
+        if key is None:
+            problems.append(f"{place}: {_unknown_key(name)}")
+            continue
+        try:
+            value = key.value(loader.construct_object(value_node, deep=True))
+        except (ValueError, yaml.YAMLError) as error:
+            problems.append(f"{place}: {name}: {error}")
+            continue
+        target = key.flag.path
+        if values.get(target, value) != value:
+            problems.append(f"{place}: {name} is {value!r}, but {places[target]} says {values[target]!r}")
+        values[target], places[target] = value, place
+    if problems:
+        raise ConfigError(problems)
+    return values
+
+
+def _unknown_key(name: str) -> str:
+    same_name = [path for path in all_flags() if path.split(".")[1] == name.split(".")[-1]]
+    nearest = same_name or difflib.get_close_matches(name.replace("-", "_"), _keys(), n=1, cutoff=0.6)
+    return f"unknown key {name!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "; --help lists what there is")

@@ -1,0 +1,121 @@
+"""megatron-core's own configurations, derived from ours. The only file here that imports megatron-core."""
+
+from collections.abc import Mapping
+
+import torch
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+
+from megatron.training.config.kernels import Machine, choose_kernels
+from megatron.training.config.plan import ffn_hidden_size, kv_channels, query_groups
+from megatron.training.config.schema import PrecisionConfig, RunConfig
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "auto": None}
+
+_SAME_NAME = (
+    "num_layers", "hidden_size", "num_attention_heads", "attention_dropout", "hidden_dropout", "layernorm_epsilon",
+    "layernorm_zero_centered_gamma", "qk_layernorm", "add_bias_linear", "add_qkv_bias", "normalization",
+    "rotary_interleaved", "init_method_std", "apply_query_key_layer_scaling", "attention_softmax_in_fp32",
+    "cross_entropy_fusion_impl", "calculate_per_token_loss", "init_model_with_meta_device",
+)  # fmt: skip
+"""Fields of `ModelConfig` that megatron-core has under the same name and with the same meaning."""
+
+_FROM_KERNELS = (
+    "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "apply_rope_fusion", "persist_layer_norm",
+    "gradient_accumulation_fusion", "cross_entropy_loss_fusion", "use_cpu_initialization", "transformer_impl",
+)  # fmt: skip
+
+
+def params_dtype(precision: PrecisionConfig) -> torch.dtype:
+    """Dtype of the compute weights."""
+    return torch.bfloat16 if precision.bf16 else torch.float16 if precision.fp16 else torch.float32
+
+
+def _squared_relu(value: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.relu(value).square()
+
+
+def _activation(config: RunConfig) -> dict[str, object]:
+    if config.model.swiglu:
+        return {"activation_func": torch.nn.functional.silu, "gated_linear_unit": True}
+    if config.model.squared_relu:
+        return {"activation_func": _squared_relu}
+    return {"activation_func": torch.nn.functional.gelu}
+
+
+def _initialization(config: RunConfig) -> dict[str, object]:
+    if not config.model.init_method_xavier_uniform:
+        return {}
+    xavier = torch.nn.init.xavier_uniform_
+    return {"init_method": xavier, "output_layer_init_method": xavier}
+
+
+def to_transformer_config(config: RunConfig, machine: Machine | None = None) -> TransformerConfig:
+    """megatron-core's model configuration for a checked `config` on `machine` (default: this one)."""
+    model, precision, recompute = config.model, config.precision, config.recompute
+    kernels = choose_kernels(config, machine)
+    dtype = params_dtype(precision)
+    return TransformerConfig(
+        **{name: getattr(model, name) for name in _SAME_NAME},
+        **{name: getattr(kernels, name) for name in _FROM_KERNELS},
+        **_activation(config),
+        **_initialization(config),
+        ffn_hidden_size=ffn_hidden_size(model),
+        kv_channels=kv_channels(model),
+        num_query_groups=query_groups(model),
+        attention_backend=AttnBackend[model.attention_backend],
+        bf16=precision.bf16,
+        fp16=precision.fp16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        deallocate_pipeline_outputs=True,
+        recompute_granularity=recompute.recompute_granularity,
+        recompute_method=recompute.recompute_method,
+        recompute_num_layers=recompute.recompute_num_layers,
+        recompute_modules=list(recompute.recompute_modules) if recompute.recompute_modules else None,
+    )
+
+
+def to_optimizer_config(config: RunConfig) -> OptimizerConfig:
+    """megatron-core's optimizer configuration for a checked `config`."""
+    optimizer, precision = config.optimizer, config.precision
+    return OptimizerConfig(
+        optimizer=optimizer.optimizer,
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        weight_decay=optimizer.weight_decay,
+        clip_grad=optimizer.clip_grad,
+        adam_beta1=optimizer.adam_beta1,
+        adam_beta2=optimizer.adam_beta2,
+        adam_eps=optimizer.adam_eps,
+        sgd_momentum=optimizer.sgd_momentum,
+        bf16=precision.bf16,
+        fp16=precision.fp16,
+        params_dtype=params_dtype(precision),
+        loss_scale=precision.loss_scale,
+        initial_loss_scale=precision.initial_loss_scale,
+        min_loss_scale=precision.min_loss_scale,
+        loss_scale_window=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
+        # The flag that selects the optimizer's family: with Megatron-FSDP it is always the distributed one.
+        use_distributed_optimizer=config.ddp.use_megatron_fsdp,
+        overlap_param_gather=config.ddp.overlap_param_gather,
+        log_num_zeros_in_grad=config.logger.log_num_zeros_in_grad,
+    )
+
+
+def to_ddp_config(config: RunConfig) -> Mapping[str, object]:
+    """Fields of `megatron_fsdp.mcore.DistributedDataParallelConfig` for a checked `config`."""
+    ddp = config.ddp
+    same = ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy", "num_distributed_optimizer_instances",
+            "overlap_grad_reduce", "overlap_param_gather", "average_in_collective", "use_megatron_fsdp")  # fmt: skip
+    is_dynamic_scale = config.precision.fp16 and config.precision.loss_scale is None
+    return {
+        **{name: getattr(ddp, name) for name in same},
+        "use_distributed_optimizer": ddp.use_megatron_fsdp,
+        "check_for_nan_in_grad": config.train.check_for_nan_in_loss_and_grad and not is_dynamic_scale,
+        "megatron_fsdp_main_params_dtype": _DTYPES[ddp.megatron_fsdp_main_params_dtype],
+        "megatron_fsdp_main_grads_dtype": _DTYPES[ddp.megatron_fsdp_main_grads_dtype],
+        "megatron_fsdp_grad_comm_dtype": _DTYPES[ddp.megatron_fsdp_grad_comm_dtype],
+    }
