@@ -153,7 +153,9 @@ def _cut_position(mesh: DeviceMesh, later_axes: list[int], factor: int) -> int:
         pieces *= mesh.size(axis)
     if pieces != factor:
         sizes = [mesh.size(axis) for axis in later_axes]
-        raise ValueError(f"No cut order explains split factor {factor} of a strided Shard before axes of sizes {sizes}.")
+        raise ValueError(
+            f"No cut order explains a strided Shard of split factor {factor} before axes of sizes {sizes}."
+        )
     return len(later_axes)
 
 

@@ -108,7 +108,7 @@ def any_rank(mesh: DeviceMesh, axes: Sequence[int], values: list[int]) -> list[i
 
 
 def check_cover(dtensor: DTensor, chunk: ChunkStorageMetadata, error: type[Exception]) -> None:
-    """Raises `error`, on all ranks that share the tensor, unless their boxes tile it. **Collective** over those axes."""
+    """Raises `error`, on all ranks that cut the tensor, unless their boxes tile it. **Collective** over those axes."""
     mesh, ndim = dtensor.device_mesh, dtensor.ndim
     axes = cutting_axes(dtensor)
     if _is_fake(mesh):
