@@ -1,0 +1,213 @@
+"""megatron-core's `DistributedDataParallelConfig` with the fields that 0.16.1 lacks, and what they mean to the engine.
+
+Every field of the two classes falls into one table below: read by the engine, refused, without effect (said once), or read by
+megatron-core itself. Nothing is accepted and dropped in silence.
+"""
+
+import dataclasses
+import functools
+import logging
+
+import torch
+from megatron.core.distributed.distributed_data_parallel_config import (
+    DistributedDataParallelConfig as McoreDistributedDataParallelConfig,
+)
+
+from megatron_fsdp import config as engine_config
+
+logger = logging.getLogger(__name__)
+
+#: Spellings of dtypes on command lines and in YAML. "auto" leaves the choice to the engine.
+DTYPE_NAMES: dict[str, torch.dtype | None] = {
+    "auto": None,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+
+_DTYPE_FIELDS = (
+    "megatron_fsdp_main_params_dtype",
+    "megatron_fsdp_main_grads_dtype",
+    "megatron_fsdp_grad_comm_dtype",
+)
+
+
+@dataclasses.dataclass(kw_only=True)
+class DistributedDataParallelConfig(McoreDistributedDataParallelConfig):
+    """Options of `FullyShardedDataParallel`: megatron-core's own, and those it does not have yet."""
+
+    num_buckets: int | None = None
+    """Split the parameters outside all units into this many buckets; not together with bucket_size."""
+
+    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
+    """DistributedDataParallel only: parameters whose gradients accumulate in fp32."""
+
+    fp4_param_gather: bool = False
+    """Compute weights are fp4 and are gathered as such. Not supported."""
+
+    megatron_fsdp_version: int = 1
+    """Version of the Megatron-FSDP interface; 1 is the one that exists here."""
+
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
+    """Units that do not fit the double buffer get a persistent buffer of their own."""
+
+    fsdp_all_gather_in_start_param_sync: bool = True
+    """`start_param_sync()` issues the first gather of the next forward."""
+
+    megatron_fsdp_main_params_dtype: torch.dtype | str | None = torch.float32
+    """Dtype of the parameters given to the optimizer; None or "auto": the model's own, without a second copy."""
+
+    megatron_fsdp_main_grads_dtype: torch.dtype | str | None = None
+    """Dtype in which gradients accumulate; None or "auto": the dtype of the parameter's gradient."""
+
+    megatron_fsdp_grad_comm_dtype: torch.dtype | str | None = None
+    """Dtype of gradient reductions; None or "auto": that of the main gradients."""
+
+    megatron_fsdp_use_decoupled_grad: bool = False
+    """Attach gradients as `param.decoupled_grad`, in the dtype they accumulate in."""
+
+    megatron_fsdp_cuda_graph_mode: bool = False
+    """Keep gradient tensors at fixed addresses for CUDA graphs."""
+
+    megatron_fsdp_enable_fine_grained_param_gather: bool = False
+    """Gather module by module inside a unit."""
+
+    megatron_fsdp_max_pool_double_buffer: bool = False
+    """Double buffer for units of different shapes; implies fsdp_double_buffer."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in _DTYPE_FIELDS:
+            setattr(self, name, _dtype(name, getattr(self, name)))
+        if self.megatron_fsdp_version not in (1, 2):
+            raise ValueError(f"megatron_fsdp_version is {self.megatron_fsdp_version!r}; expected 1 or 2")
+        if self.num_buckets is not None and self.num_buckets <= 0:
+            raise ValueError(f"num_buckets is {self.num_buckets}; expected a positive number of buckets, or None")
+        if self.num_buckets is not None and self.bucket_size is not None:
+            raise ValueError(
+                f"bucket_size={self.bucket_size} and num_buckets={self.num_buckets} both say where buckets end; set one of them"
+            )
+        if self.megatron_fsdp_max_pool_double_buffer:
+            self.fsdp_double_buffer = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolvedConfig:
+    """What one user configuration means to each of its readers."""
+
+    engine: engine_config.DistributedDataParallelConfig
+    """For `MegatronFSDP`."""
+
+    precision: engine_config.MixedPrecisionPolicy
+    """For `MegatronFSDP`."""
+
+    mcore: DistributedDataParallelConfig
+    """What megatron-core reads as `model.ddp_config`: the user's values, with what Megatron-FSDP implies."""
+
+
+#: Options that are refused: field -> (the value that means off, why, what to do).
+_REFUSED: dict[str, tuple[object, str]] = {
+    "num_distributed_optimizer_instances": (1, "a second, outer data-parallel axis is not built from megatron-core's groups yet"),
+    "fp4_param_gather": (False, "there is no fp4 weight codec"),
+    "megatron_fsdp_version": (1, "there is one engine, and it has the interface of version 1"),
+    "delay_wgrad_compute": (False, "gradients are reduced when their unit's backward ends, before a delayed weight gradient exists"),
+    "preserve_fp32_weights": (True, "it was replaced by megatron_fsdp_main_params_dtype=None"),
+}
+
+#: DistributedDataParallel's own knobs: field -> (its default, what takes its place).
+_WITHOUT_EFFECT: dict[str, tuple[object, str]] = {
+    "grad_reduce_in_fp32": (False, "set megatron_fsdp_main_grads_dtype or megatron_fsdp_grad_comm_dtype to torch.float32"),
+    "check_for_large_grads": (False, "watch the gradient norm"),
+    "pad_buckets_for_high_nccl_busbw": (False, "the engine's own layout decides the padding"),
+    "reduce_scatter_with_fp32_accumulation": (False, "set megatron_fsdp_grad_comm_dtype=torch.float32"),
+    "param_name_patterns_for_fp32_local_accumulation": ((), "set megatron_fsdp_main_grads_dtype=torch.float32"),
+    "reuse_grad_buf_for_mxfp8_param_ag": (False, "weights are gathered into buffers of their own"),
+}
+
+#: Fields that somebody else answers for, with the reader.
+_READ_ELSEWHERE: dict[str, str] = {
+    "align_param_gather": "pipeline schedules; with one pipeline stage there is nothing to align",
+    "use_distributed_optimizer": "implied: every strategy but 0 shards the optimizer",
+    "use_megatron_fsdp": "implied by building FullyShardedDataParallel",
+    "use_custom_fsdp": "the former name of use_megatron_fsdp",
+    "num_buckets": "turned into bucket_size",
+}
+
+
+def resolve_ddp_config(
+    config: McoreDistributedDataParallelConfig, *, unbucketed_numel: int | None = None
+) -> ResolvedConfig:
+    """`config`, megatron-core's own or ours, as the engine and megatron-core read it. `config` itself stays as it is.
+
+    Args:
+        config: fields it lacks count as left at their defaults.
+        unbucketed_numel: elements that `num_buckets` divides; needed with that option only.
+
+    Raises:
+        ValueError: a value that no field of this kind can have.
+        NotImplementedError: an option asks for something this engine does not do.
+    """
+    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
+    _refuse(given)
+    for name, (default, instead) in _WITHOUT_EFFECT.items():
+        if given.get(name, default) != default:
+            _warn_once(f"{name}={given[name]!r} has no effect with Megatron-FSDP; {instead}")
+            given[name] = default
+    ours = DistributedDataParallelConfig(
+        **{
+            **given,
+            "bucket_size": _bucket_size(given, unbucketed_numel),
+            "num_buckets": None,
+            "use_megatron_fsdp": True,
+            "use_distributed_optimizer": True,
+        }
+    )
+    engine_names = {field.name for field in dataclasses.fields(engine_config.DistributedDataParallelConfig)}
+    engine = engine_config.DistributedDataParallelConfig(**{name: getattr(ours, name) for name in engine_names})
+    precision = engine_config.MixedPrecisionPolicy(
+        main_params_dtype=ours.megatron_fsdp_main_params_dtype,
+        main_grads_dtype=ours.megatron_fsdp_main_grads_dtype,
+        grad_comm_dtype=ours.megatron_fsdp_grad_comm_dtype,
+    )
+    return ResolvedConfig(engine=engine, precision=precision, mcore=ours)
+
+
+def _refuse(given: dict[str, object]) -> None:
+    known = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise ValueError(
+            f"ddp_config has fields {unknown}, which Megatron-FSDP does not know; "
+            "use megatron_fsdp.mcore.DistributedDataParallelConfig or megatron-core 0.16.1's class"
+        )
+    for name, (off, reason) in _REFUSED.items():
+        if given.get(name, off) != off:
+            raise NotImplementedError(f"{name}={given[name]!r} is not supported: {reason}. Leave it at {off!r}.")
+
+
+def _bucket_size(given: dict[str, object], unbucketed_numel: int | None) -> int | None:
+    num_buckets = given.get("num_buckets")
+    if num_buckets is None:
+        return given["bucket_size"]
+    if unbucketed_numel is None:
+        raise ValueError(f"num_buckets={num_buckets} needs the number of elements to divide; pass unbucketed_numel")
+    return max(1, -(-unbucketed_numel // num_buckets))
+
+
+def _dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
+    if isinstance(value, str):
+        key = value.removeprefix("torch.")
+        if key not in DTYPE_NAMES:
+            raise ValueError(f"{name} is {value!r}; expected a torch dtype, None or one of {', '.join(DTYPE_NAMES)}")
+        return DTYPE_NAMES[key]
+    if value is not None and not isinstance(value, torch.dtype):
+        raise ValueError(f"{name} is {value!r}; expected a torch dtype, None or one of {', '.join(DTYPE_NAMES)}")
+    return value
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)

@@ -1,0 +1,78 @@
+"""An optimizer's state keyed by parameter name in place of parameter index, so that it can be read back on other ranks."""
+
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.tensor import DTensor
+
+#: Options that say how a step is computed here, not what it computes.
+_IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
+
+
+def export(optimizer: torch.optim.Optimizer, fqns: Mapping[torch.nn.Parameter, str]) -> dict:
+    """`{"state": {fqn: {name: tensor}}, "param_to_group_meta": {fqn: {option: value}}}`; tensors are the optimizer's own."""
+    state: dict[str, dict] = {}
+    meta: dict[str, dict] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            state[fqns[param]] = dict(optimizer.state[param])
+            meta[fqns[param]] = _options(group)
+    return {"state": state, "param_to_group_meta": meta}
+
+
+def load(optimizer: torch.optim.Optimizer, fqns: Mapping[torch.nn.Parameter, str], saved: Mapping) -> None:
+    """Copies `saved`, as `export` writes it, into `optimizer`, whose state tensors exist.
+
+    Raises:
+        ValueError: a parameter or tensor is missing, or parameters of one group were saved with different options.
+    """
+    for group in optimizer.param_groups:
+        names = [fqns[param] for param in group["params"]]
+        for param, name in zip(group["params"], names):
+            _load_tensors(optimizer.state[param], _entry(saved, "state", name), name)
+        if names:
+            _load_options(group, {name: _entry(saved, "param_to_group_meta", name) for name in names})
+
+
+def _entry(saved: Mapping, part: str, name: str) -> Mapping:
+    try:
+        return saved[part][name]
+    except KeyError:
+        raise ValueError(f"the saved optimizer has no {part!r} of parameter {name!r}; it belongs to another model") from None
+
+
+def _load_tensors(state: dict, saved: Mapping, name: str) -> None:
+    missing = sorted(set(state) - set(saved))
+    if missing:
+        raise ValueError(f"the saved optimizer state of {name!r} has no {missing}; it was written by another kind of optimizer")
+    for key, tensor in state.items():
+        if saved[key] is tensor:
+            continue  # Read in place by the checkpoint's reader.
+        _local(tensor).copy_(_local(torch.as_tensor(saved[key])))
+
+
+def _load_options(group: dict, saved: Mapping[str, Mapping]) -> None:
+    (first_name, first), *others = saved.items()
+    for name, options in others:
+        differing = sorted(key for key in {*first, *options} if not _same(first.get(key), options.get(key)))
+        if differing:
+            raise ValueError(
+                f"parameters {first_name!r} and {name!r} share a group but were saved with different {differing}; "
+                "the groups of the saved run were made by other rules"
+            )
+    for key, value in first.items():
+        if key not in _IMPLEMENTATION:
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def _options(group: dict) -> dict:
+    return {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
+
+
+def _same(one: object, other: object) -> bool:
+    # A checkpoint may give a tuple back as a list.
+    return list(one) == list(other) if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)) else one == other
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,88 @@
+"""How megatron-core laid out a parameter before it was sharded: split over tensor-parallel ranks, and dense or expert."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+
+TensorParallelMode = Literal["column", "row", "replicated"]
+
+#: The dim that each mode splits over the tensor-parallel ranks.
+PARTITION_DIM: dict[TensorParallelMode, int | None] = {"column": 0, "row": 1, "replicated": None}
+
+_MODE_BY_CLASS: dict[str, TensorParallelMode] = {
+    "ColumnParallelLinear": "column",
+    "TEColumnParallelLinear": "column",
+    "TELayerNormColumnParallelLinear": "column",
+    "TEColumnParallelGroupedLinear": "column",
+    "VocabParallelEmbedding": "column",
+    "DotProductAttention": "column",
+    "TEDotProductAttention": "column",
+    "RowParallelLinear": "row",
+    "TERowParallelLinear": "row",
+    "TERowParallelGroupedLinear": "row",
+    "TENorm": "replicated",
+    "FusedLayerNorm": "replicated",
+    "WrappedTorchNorm": "replicated",
+    "LayerNorm": "replicated",
+    "RMSNorm": "replicated",
+    "L2Norm": "replicated",
+    "IdentityOp": "replicated",
+    "TopKRouter": "replicated",
+}
+
+#: Parameters that differ from the mode of their module: a row-parallel bias is added after the reduction, and a fused norm
+#: sees the whole hidden size.
+_REPLICATED_LEAVES: dict[str, tuple[str, ...]] = {
+    "TELayerNormColumnParallelLinear": ("layer_norm_weight", "layer_norm_bias"),
+    "RowParallelLinear": ("bias",),
+    "TERowParallelLinear": ("bias",),
+    "TERowParallelGroupedLinear": ("bias",),
+}
+
+
+def tensor_parallel_mode(module: torch.nn.Module, leaf: str, param: torch.Tensor) -> TensorParallelMode | None:
+    """How `module`'s own parameter `leaf` is split over tensor-parallel ranks; None if nothing tells.
+
+    The class name decides, then megatron-core's tags on the parameter, then hints on the module.
+    """
+    class_name = type(module).__name__
+    mode = _MODE_BY_CLASS.get(class_name)
+    if mode is not None:
+        is_replicated = any(leaf.startswith(prefix) for prefix in _REPLICATED_LEAVES.get(class_name, ()))
+        return "replicated" if is_replicated else mode
+    tagged = _mode_by_dim(getattr(param, "partition_dim", -1)) if getattr(param, "tensor_model_parallel", False) else None
+    if tagged is not None:
+        return tagged
+    if "Norm" in class_name:
+        return "replicated"
+    declared = getattr(module, "parallel_mode", None)
+    return declared if declared in ("column", "row") else None
+
+
+def partition_dim(param: torch.Tensor, mode: TensorParallelMode | None) -> int | None:
+    """The dim of `param` that is split over tensor-parallel ranks; None if it is whole everywhere."""
+    if mode is not None:
+        return PARTITION_DIM[mode]
+    if getattr(param, "tensor_model_parallel", False) and getattr(param, "partition_dim", -1) >= 0:
+        return param.partition_dim
+    return None
+
+
+def is_expert_parameter(param: torch.Tensor) -> bool:
+    """Whether `param` belongs to experts that are spread over expert-parallel ranks, so that its data-parallel group is smaller."""
+    return not getattr(param, "allreduce", True)
+
+
+def modes_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, TensorParallelMode | None]]:
+    """Each parameter of `model` once, with its tensor-parallel mode."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for leaf, param in module.named_parameters(recurse=False):
+            if id(param) not in seen:
+                seen.add(id(param))
+                yield param, tensor_parallel_mode(module, leaf, param)
+
+
+def _mode_by_dim(dim: int) -> TensorParallelMode | None:
+    return {0: "column", 1: "row"}.get(dim)
