@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -164,7 +165,10 @@ def test_small_vocabularies_take_two_bytes_and_large_ones_four(tool, tmp_path):
 def test_the_script_runs_and_reports_progress(tmp_path):
     source = write_json_lines(tmp_path / "corpus.jsonl", [{"text": "abc"}] * 2500)
     command = [sys.executable, str(TOOL), *arguments(source, tmp_path / "out", "--workers", "2")]
-    result = subprocess.run([*command, "--log-interval", "1000"], capture_output=True, text=True, timeout=120)
+    paths = os.pathsep.join([str(TOOL.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    command += ["--log-interval", "1000"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert result.returncode == 0, result.stderr
     progress = [line for line in result.stderr.splitlines() if line.startswith("processed ")]
     assert [line.split()[1] for line in progress] == ["1000", "2000"]
