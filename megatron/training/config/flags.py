@@ -133,15 +133,20 @@ class Flag:
 _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
 
 
-def _split_type(hint: object) -> tuple[object, bool, bool]:
-    """(type of one value, may be None, is a list)."""
+class _Type(typing.NamedTuple):
+    base: object
+    is_optional: bool = False
+    is_list: bool = False
+
+
+def _split_type(hint: object) -> _Type:
+    """The parts of a field's annotation: the type of one value, whether it may be None, whether it is a list."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         (inner,) = (arg for arg in typing.get_args(hint) if arg is not types.NoneType)
-        base, _, is_list = _split_type(inner)
-        return base, True, is_list
+        return _split_type(inner)._replace(is_optional=True)
     if typing.get_origin(hint) is tuple:
-        return typing.get_args(hint)[0], False, True
-    return hint, False, False
+        return _Type(typing.get_args(hint)[0], is_list=True)
+    return _Type(hint)
 
 
 @cache
@@ -170,13 +175,11 @@ def all_flags() -> Mapping[str, Flag]:
     for section, cls in sections().items():
         hints, texts = typing.get_type_hints(cls), help_texts(cls)
         for item in fields(cls):
-            base, is_optional, is_list = _split_type(hints[item.name])
+            parts = _split_type(hints[item.name])
             flag = Flag(
                 section=section,
                 name=item.name,
-                base=base,
-                is_optional=is_optional,
-                is_list=is_list,
+                **parts._asdict(),
                 default=item.default,
                 help=texts[item.name],
                 spelling=ALIASES.get((cls, item.name), Spelling()),
@@ -263,7 +266,8 @@ def build_parser() -> argparse.ArgumentParser:
 @cache
 def accepted_flags() -> frozenset[str]:
     """Every spelling that the command line knows."""
-    return frozenset(build_parser()._option_string_actions)
+    spelled = ((*flag.on, *flag.off, *flag.spelling.constants) for flag in all_flags().values())
+    return frozenset({"--help", "-h", "--yaml-cfg"}.union(*spelled))
 
 
 @cache

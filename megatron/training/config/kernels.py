@@ -31,9 +31,6 @@ class Machine:
     has_apex_layer_norm: bool = False
     """Apex's persistent LayerNorm is installed."""
 
-    has_apex_wgrad: bool = False
-    """Apex's kernel that adds weight gradients is installed."""
-
     cuda_max_connections: str | None = None
     """The environment's CUDA_DEVICE_MAX_CONNECTIONS."""
 
@@ -47,7 +44,6 @@ class Machine:
             has_transformer_engine=has_cuda and _imports("transformer_engine.pytorch"),
             has_apex_softmax=has_cuda and _is_installed("scaled_masked_softmax_cuda"),
             has_apex_layer_norm=has_cuda and _is_installed("apex") and _is_installed("fast_layer_norm"),
-            has_apex_wgrad=has_cuda and _is_installed("fused_weight_gradient_mlp_cuda"),
             cuda_max_connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
         )
 

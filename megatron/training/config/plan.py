@@ -86,6 +86,13 @@ def max_positions(config: RunConfig) -> int:
     return config.model.max_position_embeddings or config.data.seq_length
 
 
+def checks_for_nan(config: RunConfig) -> bool:
+    """Whether a loss or gradient that is not finite stops the run."""
+    is_dynamic_scale = config.precision.fp16 and config.precision.loss_scale is None
+    # Overflow is how a dynamic loss scale finds its size.
+    return config.train.check_for_nan_in_loss_and_grad and not is_dynamic_scale
+
+
 def flops_per_token(config: RunConfig, padded_vocab_size: int) -> int:
     """Floating-point operations per token of training, forward and backward.
 
@@ -113,7 +120,6 @@ def plan_run(config: RunConfig, world_size: int, padded_vocab_size: int, machine
     iters = config.train.train_iters or (config.train.train_samples or 0) // batch
     evaluations = (iters // config.validation.eval_interval if config.validation.eval_interval else 0) + 1
     eval_samples = config.validation.eval_iters * batch
-    is_dynamic_scale = config.precision.fp16 and config.precision.loss_scale is None
     return RunPlan(
         world_size=world_size,
         data_parallel_size=data_parallel_size,
@@ -129,7 +135,7 @@ def plan_run(config: RunConfig, world_size: int, padded_vocab_size: int, machine
         tokens_per_step=batch * config.data.seq_length,
         backend=config.dist.distributed_backend or ("nccl" if machine.has_cuda else "gloo"),
         checkpoint_format=config.checkpoint.ckpt_format or "fsdp_dtensor",
-        checks_for_nan=config.train.check_for_nan_in_loss_and_grad and not is_dynamic_scale,
+        checks_for_nan=checks_for_nan(config),
         kernels=choose_kernels(config, machine),
     )
 

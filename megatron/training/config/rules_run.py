@@ -19,8 +19,8 @@ POSITIVE = (*REQUIRED[:5], "model.ffn_hidden_size", "model.kv_channels", "model.
             "scheduler.lr_wsd_decay_samples")  # fmt: skip
 
 NOT_NEGATIVE = ("validation.eval_iters", "data.num_workers", "optimizer.lr", "optimizer.min_lr",
-                "optimizer.weight_decay", "optimizer.clip_grad", "scheduler.lr_warmup_iters", "scheduler.lr_warmup_samples",
-                "scheduler.lr_warmup_init", "train.manual_gc_interval")  # fmt: skip
+                "optimizer.weight_decay", "optimizer.clip_grad", "scheduler.lr_warmup_iters",
+                "scheduler.lr_warmup_samples", "scheduler.lr_warmup_init", "train.manual_gc_interval")  # fmt: skip
 
 TOKENIZER_FILES = {
     "NullTokenizer": ("vocab_size",),

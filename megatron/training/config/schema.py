@@ -1,8 +1,9 @@
 """The whole configuration of one training run, as a frozen tree of dataclasses: `RunConfig`.
 
 A field is the command-line flag, the YAML key, the help text (the string below it), the type check and the default.
-Names and meanings are Megatron-LM's; `spellings.py` holds what a name alone cannot say. Here: the run itself, from batch
-to checkpoint.
+Names and meanings are Megatron-LM's; `spellings.py` holds what a name alone cannot say.
+
+Here: the run itself, from batch to checkpoint.
 """
 
 from dataclasses import dataclass

@@ -14,7 +14,15 @@ from pathlib import Path, PosixPath, WindowsPath
 
 import yaml
 
-from megatron.training.config.flags import ConfigError, Flag, all_flags, parse_flags, sections
+from megatron.training.config.flags import (
+    ConfigError,
+    Flag,
+    all_flags,
+    explain_unknown,
+    megatron_lm_flags,
+    parse_flags,
+    sections,
+)
 from megatron.training.config.schema import RunConfig
 from megatron.training.config.spellings import OTHER_PLACES
 
@@ -57,6 +65,9 @@ def _build(values: Mapping[str, object]) -> RunConfig:
     return RunConfig(**{name: cls(**chosen[name]) for name, cls in sections().items()})
 
 
+_UNSET = object()
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Key:
     """What a YAML key sets."""
@@ -66,12 +77,14 @@ class _Key:
     constant: object = None
 
     def value(self, given: object) -> object:
-        """The field's value for what the file says. Raises ValueError."""
+        """The field's value for what the file says; `_UNSET` if that is nothing. Raises ValueError."""
         if self.constant is None and not self.is_inverse:
             return self.flag.parse(given)
         if not isinstance(given, bool):
             raise ValueError(f"expected true or false, not {given!r}")
-        return self.constant if self.constant is not None else not given
+        if self.is_inverse:
+            return not given
+        return self.constant if given else _UNSET
 
 
 @cache
@@ -129,6 +142,8 @@ def _read_yaml(path: Path) -> dict[str, object]:
         except (ValueError, yaml.YAMLError) as error:
             problems.append(f"{place}: {name}: {error}")
             continue
+        if value is _UNSET:
+            continue
         target = key.flag.path
         if values.get(target, value) != value:
             problems.append(f"{place}: {name} is {value!r}, but {places[target]} says {values[target]!r}")
@@ -139,6 +154,9 @@ def _read_yaml(path: Path) -> dict[str, object]:
 
 
 def _unknown_key(name: str) -> str:
+    flag = "--" + name.replace("_", "-")
+    if flag in megatron_lm_flags():
+        return f"unknown key {name!r}, " + explain_unknown(flag).split(": ", 1)[1]
     same_name = [path for path in all_flags() if path.split(".")[1] == name.split(".")[-1]]
     nearest = same_name or difflib.get_close_matches(name.replace("-", "_"), _keys(), n=1, cutoff=0.6)
     return f"unknown key {name!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "; --help lists what there is")

@@ -14,7 +14,7 @@ from megatron.training.config.schema import (
     SchedulerConfig,
     TrainConfig,
 )
-from megatron.training.config.schema_model import ModelConfig, RecomputeConfig
+from megatron.training.config.schema_model import ModelConfig, RecomputeConfig, TokenizerConfig
 from megatron.training.config.schema_parallel import DdpConfig
 
 
@@ -51,6 +51,7 @@ ALIASES: dict[tuple[type, str], Spelling] = {
     (ModelConfig, "num_experts"): Spelling(keys=("num_moe_experts",)),
     (ModelConfig, "use_mcore_models"): Spelling(keys=("deprecated_use_mcore_models",)),
     (RecomputeConfig, "recompute_granularity"): Spelling(constants={"--recompute-activations": "selective"}),
+    (TokenizerConfig, "tokenizer_special_tokens"): Spelling(keys=("special_tokens",)),
     (TrainConfig, "manual_gc_eval"): Spelling(off=("--disable-manual-gc-eval",)),
     (SchedulerConfig, "override_opt_param_scheduler"): Spelling(also=("--override-opt_param-scheduler",)),
     (PrecisionConfig, "fp8"): Spelling(stem="fp8-format"),

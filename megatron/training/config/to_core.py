@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 
 import torch
+from megatron.core.activations import squared_relu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron.training.config.kernels import Machine, choose_kernels
-from megatron.training.config.plan import ffn_hidden_size, kv_channels, query_groups
+from megatron.training.config.plan import checks_for_nan, ffn_hidden_size, kv_channels, query_groups
 from megatron.training.config.schema import PrecisionConfig, RunConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "auto": None}
@@ -32,15 +33,16 @@ def params_dtype(precision: PrecisionConfig) -> torch.dtype:
     return torch.bfloat16 if precision.bf16 else torch.float16 if precision.fp16 else torch.float32
 
 
-def _squared_relu(value: torch.Tensor) -> torch.Tensor:
+def _plain_squared_relu(value: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.relu(value).square()
 
 
-def _activation(config: RunConfig) -> dict[str, object]:
+def _activation(config: RunConfig, machine: Machine) -> dict[str, object]:
     if config.model.swiglu:
         return {"activation_func": torch.nn.functional.silu, "gated_linear_unit": True}
     if config.model.squared_relu:
-        return {"activation_func": _squared_relu}
+        # megatron-core compiles its own at the first call, which on a CPU takes a C++ compiler and half a minute.
+        return {"activation_func": squared_relu if machine.has_cuda else _plain_squared_relu}
     return {"activation_func": torch.nn.functional.gelu}
 
 
@@ -54,12 +56,13 @@ def _initialization(config: RunConfig) -> dict[str, object]:
 def to_transformer_config(config: RunConfig, machine: Machine | None = None) -> TransformerConfig:
     """megatron-core's model configuration for a checked `config` on `machine` (default: this one)."""
     model, precision, recompute = config.model, config.precision, config.recompute
+    machine = machine or Machine.probe()
     kernels = choose_kernels(config, machine)
     dtype = params_dtype(precision)
     return TransformerConfig(
         **{name: getattr(model, name) for name in _SAME_NAME},
         **{name: getattr(kernels, name) for name in _FROM_KERNELS},
-        **_activation(config),
+        **_activation(config, machine),
         **_initialization(config),
         ffn_hidden_size=ffn_hidden_size(model),
         kv_channels=kv_channels(model),
@@ -110,11 +113,10 @@ def to_ddp_config(config: RunConfig) -> Mapping[str, object]:
     ddp = config.ddp
     same = ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy", "num_distributed_optimizer_instances",
             "overlap_grad_reduce", "overlap_param_gather", "average_in_collective", "use_megatron_fsdp")  # fmt: skip
-    is_dynamic_scale = config.precision.fp16 and config.precision.loss_scale is None
     return {
         **{name: getattr(ddp, name) for name in same},
         "use_distributed_optimizer": ddp.use_megatron_fsdp,
-        "check_for_nan_in_grad": config.train.check_for_nan_in_loss_and_grad and not is_dynamic_scale,
+        "check_for_nan_in_grad": checks_for_nan(config),
         "megatron_fsdp_main_params_dtype": _DTYPES[ddp.megatron_fsdp_main_params_dtype],
         "megatron_fsdp_main_grads_dtype": _DTYPES[ddp.megatron_fsdp_main_grads_dtype],
         "megatron_fsdp_grad_comm_dtype": _DTYPES[ddp.megatron_fsdp_grad_comm_dtype],

@@ -1,0 +1,212 @@
+"""Rules: each is violated by one case here, a usual run violates none, and all violations come at once."""
+
+import dataclasses
+
+import pytest
+
+from megatron.training.config import ConfigError, Machine, check, choose_kernels, format_problems, load_config
+from megatron.training.config.flags import all_flags
+from megatron.training.config.rule_book import RULES, Setting
+from megatron.training.config.rules_run import NOT_NEGATIVE, POSITIVE, REQUIRED
+from megatron.training.config.rules_support import NOT_YET
+
+CPU = Machine()
+CUDA = Machine(has_cuda=True)
+FULL = Machine(
+    has_cuda=True,
+    has_transformer_engine=True,
+    has_apex_softmax=True,
+    has_apex_layer_norm=True,
+)
+
+RUN = (
+    "--use-megatron-fsdp --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+    "--train-iters 8 --lr 1e-3 --mock-data --tokenizer-type ByteLevelTokenizer"
+)
+
+GOLDEN = """
+    --num-layers 8 --hidden-size 1024 --ffn-hidden-size 2816 --num-attention-heads 16 --seq-length 1024
+    --max-position-embeddings 1024 --micro-batch-size 2 --global-batch-size 32 --train-iters 40 --lr 3e-4 --min-lr 3e-5
+    --lr-decay-style cosine --lr-warmup-iters 5 --weight-decay 0.1 --clip-grad 1.0 --adam-beta1 0.9 --adam-beta2 0.95
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 31999 --bf16 --swiglu --normalization RMSNorm
+    --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout 0
+    --hidden-dropout 0 --log-interval 1 --eval-interval 1000 --eval-iters 0 --split 99,1,0 --seed 1234
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-rope-fusion --no-persist-layer-norm
+    --num-workers 1 --transformer-impl local --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
+    --ckpt-format fsdp_dtensor --megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype fp32
+"""
+
+TINY = "--num-layers 2 --hidden-size 128 --ffn-hidden-size 344 --num-attention-heads 4 --seq-length 128 " \
+       "--max-position-embeddings 128 --vocab-size 1023 --train-iters 20 --global-batch-size 8"  # fmt: skip
+
+
+def found_by(name: str, argv: str, machine: Machine = CPU, world_size: int = 2) -> str:
+    """What one rule says about a command line, as text."""
+    (function,) = (function for function in RULES if function.__name__ == name)
+    config = load_config(argv.split())
+    setting = Setting(world_size=world_size, machine=machine, kernels=choose_kernels(config, machine))
+    result = function(config, setting)
+    return result if isinstance(result, str) else "\n".join(result or ())
+
+
+@pytest.mark.parametrize("machine", [CPU, CUDA, FULL], ids=["cpu", "cuda", "full"])
+@pytest.mark.parametrize("strategy", range(4))
+def test_usual_run_is_fine_everywhere(machine: Machine, strategy: int) -> None:
+    check(load_config(f"{RUN} --data-parallel-sharding-strategy {strategy}".split()), 2, machine)
+
+
+@pytest.mark.parametrize("machine", [CPU, CUDA, FULL], ids=["cpu", "cuda", "full"])
+def test_golden_flags_are_fine(machine: Machine) -> None:
+    check(load_config(GOLDEN.split()), 8, machine)
+    check(load_config(f"{GOLDEN} {TINY}".split()), 2, machine)
+
+
+CASES = [
+    ("required_fields_are_given", "", "--num-layers is missing"),
+    ("counts_are_in_range", "--num-layers 0", "--num-layers is 0; it should be at least 1"),
+    ("counts_are_in_range", "--eval-iters -1", "--eval-iters is -1; it should be at least 0"),
+    ("attention_divides", "--hidden-size 10 --num-attention-heads 4", "is not divisible by --num-attention-heads 4"),
+    (
+        "attention_divides",
+        "--num-attention-heads 4 --group-query-attention --num-query-groups 3",
+        "--num-attention-heads 4 is not divisible by --num-query-groups 3",
+    ),
+    ("attention_divides", "--num-attention-heads 4 --num-query-groups 2", "needs --group-query-attention"),
+    ("activation_is_one", "--swiglu --squared-relu", "exclude each other"),
+    ("dropout_is_a_probability", "--hidden-dropout 1", "--hidden-dropout is 1.0"),
+    ("positions_reach_the_sequence", "--seq-length 9 --max-position-embeddings 8", "--seq-length 9 is longer"),
+    ("rotary_flags_need_rope", "--rotary-base 5", "--rotary-base: only with --position-embedding-type rope"),
+    ("precision_is_one", "--bf16 --fp16", "--bf16 and --fp16 exclude each other"),
+    ("loss_scaling_needs_fp16", "--bf16 --loss-scale 8", "--loss-scale needs --fp16"),
+    ("loss_scaling_needs_fp16", "--fp16 --initial-loss-scale 0.5", "--initial-loss-scale is below --min-loss-scale"),
+    ("data_has_one_source", "--mock-data --data-path a", "exclude each other"),
+    ("data_has_one_source", "", "there is no data"),
+    ("data_has_one_source", "--valid-data-path a", "need --train-data-path"),
+    ("data_has_one_source", "--train-data-path a --split 9,1,0", "--split divides"),
+    ("tokenizer_has_its_files", "--tokenizer-type NullTokenizer", "NullTokenizer needs --vocab-size"),
+    ("tokenizer_has_its_files", "--tokenizer-type GPT2BPETokenizer", "GPT2BPETokenizer needs --merge-file"),
+    ("tokenizer_has_its_files", "--tokenizer-type TikTokenizer", "TikTokenizer needs --tokenizer-model"),
+    ("training_has_one_length", "--train-iters 1 --train-samples 1", "exclude each other"),
+    ("training_has_one_length", "", "--train-iters is missing"),
+    (
+        "schedule_counts_as_training_does",
+        "--train-iters 9 --lr-warmup-samples 2",
+        "--lr-warmup-samples does not go with --train-iters; use --lr-warmup-iters",
+    ),
+    ("schedule_counts_as_training_does", "--train-samples 9 --lr-decay-iters 2", "use --lr-decay-samples"),
+    ("warmup_has_one_length", "--lr-warmup-fraction 0.1 --lr-warmup-iters 2", "exclude each other"),
+    ("warmup_has_one_length", "--lr-warmup-fraction 1", "it should be from 0 to below 1"),
+    ("warmup_has_one_length", "--train-iters 4 --lr-warmup-iters 4", "leaves nothing of the decay's 4 iters"),
+    ("warmup_has_one_length", "--train-samples 4 --lr-warmup-samples 4", "the decay's 4 samples"),
+    ("learning_rate_has_its_range", "", "--lr is missing"),
+    ("learning_rate_has_its_range", "--lr 1e-3 --min-lr 1e-2", "--min-lr 0.01 is above --lr 0.001"),
+    ("learning_rate_has_its_range", "--lr 1e-3 --lr-warmup-init 1", "--lr-warmup-init 1.0 is above"),
+    ("wsd_has_its_last_phase", "--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
+    ("wsd_has_its_last_phase", "--lr-wsd-decay-iters 3", "need --lr-decay-style WSD"),
+    ("weight_decay_has_its_range", "--start-weight-decay 0", "need --weight-decay-incr-style"),
+    ("weight_decay_has_its_range", "--weight-decay-incr-style linear", "needs --start-weight-decay"),
+    (
+        "weight_decay_has_its_range",
+        "--weight-decay-incr-style linear --start-weight-decay 2 --end-weight-decay 1",
+        "--start-weight-decay 2.0 should be from 0 to --end-weight-decay 1.0",
+    ),
+    (
+        "schedule_has_one_owner",
+        "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
+        "exclude each other",
+    ),
+    ("batch_divides", "--micro-batch-size 2 --global-batch-size 6", "x 2 data-parallel ranks; take 4 or 8"),
+    ("batch_divides", "--micro-batch-size 2 --global-batch-size 1", "x 2 data-parallel ranks; take 4"),
+    ("checkpoint_flags_have_their_directory", "--save-interval 2", "--save-interval needs --save DIRECTORY"),
+    ("checkpoint_flags_have_their_directory", "--no-load-optim", "--no-load-optim needs --load DIRECTORY"),
+    ("skip_train_has_something_to_do", "--skip-train --eval-iters 0", "--skip-train leaves only evaluation"),
+    ("recompute_is_complete", "--recompute-granularity full", "needs --recompute-method and --recompute-num-layers"),
+    ("recompute_is_complete", "--recompute-method block", "only with --recompute-granularity full"),
+    ("recompute_is_complete", "--recompute-modules mlp", "needs --recompute-granularity selective"),
+    ("recompute_is_complete", "--recompute-activations --recompute-modules moe", "expected core_attn, mlp"),
+    (
+        "recompute_is_complete",
+        "--num-layers 1 --recompute-granularity full --recompute-method block --recompute-num-layers 2",
+        "--recompute-num-layers 2 is more than --num-layers 1",
+    ),
+    ("tensorboard_flags_have_their_directory", "--log-memory-to-tensorboard", "needs --tensorboard-dir"),
+    ("collections_are_manual", "--manual-gc-interval 5", "needs --manual-gc"),
+    ("not_here_yet", "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 is not supported here"),
+    ("not_here_yet", "--use-nccl-ub", "--use-nccl-ub is not supported here"),
+    ("not_here_yet", "--no-use-mcore-models", "--no-use-mcore-models is not supported here"),
+    ("megatron_fsdp_wraps_the_model", "", "--data-parallel-sharding-strategy no_shard"),
+    ("fsdp_needs_its_checkpoint_format", "--save a --ckpt-format torch_dist", "Megatron-FSDP needs fsdp_dtensor"),
+    ("fsdp_needs_its_checkpoint_format", "--load a --ckpt-format torch", "Megatron-FSDP needs fsdp_dtensor"),
+    ("format_of_fsdp_needs_fsdp", "--ckpt-format fsdp_dtensor", "needs --use-megatron-fsdp"),
+    ("engines_exclude_each_other", "--use-megatron-fsdp --use-torch-fsdp2", "exclude each other"),
+    ("fsdp_orders_ranks_itself", "--use-tp-pp-dp-mapping", "not supported with Megatron-FSDP"),
+    ("fsdp_shards_the_optimizer", "--use-megatron-fsdp --no-use-distributed-optimizer", "no_shard"),
+    (
+        "outer_sharding_needs_inner",
+        "--outer-dp-sharding-strategy optim --data-parallel-sharding-strategy optim",
+        "needs --data-parallel-sharding-strategy optim_grads_params",
+    ),
+    ("outer_sharding_needs_inner", "--outer-dp-sharding-strategy optim", "--num-distributed-optimizer-instances above"),
+    ("instances_divide_ranks", "--num-distributed-optimizer-instances 3", "does not divide the 2 data-parallel ranks"),
+    ("gather_overlaps_only_with_reduce", "--overlap-param-gather", "needs --overlap-grad-reduce"),
+    (
+        "meta_device_needs_sharding",
+        "--init-model-with-meta-device --data-parallel-sharding-strategy no_shard",
+        "does not go with",
+    ),
+    ("averages_have_one_meaning", "--ddp-average-in-collective --calculate-per-token-loss", "exclude each other"),
+    ("kernels_have_their_packages", "--masked-softmax-fusion", "leave it out or pass --no-masked-softmax-fusion"),
+    ("kernels_have_their_packages", "--rope-fusion", "--rope-fusion needs TransformerEngine and CUDA"),
+    ("kernels_have_their_packages", "--persist-layer-norm", "Apex's LayerNorm"),
+    ("kernels_have_their_packages", "--transformer-impl transformer_engine", "which are not here; pass local"),
+    ("kernels_have_their_packages", "--cross-entropy-fusion-impl te", "use native"),
+    ("kernels_fit_the_model", "--bias-swiglu-fusion", "needs --swiglu"),
+    ("kernels_fit_the_model", "--bias-gelu-fusion --swiglu", "needs an MLP of bias and GELU"),
+    ("kernels_fit_the_model", "--rope-fusion", "needs --position-embedding-type rope"),
+    ("kernels_fit_the_model", "--persist-layer-norm --normalization RMSNorm", "needs --normalization LayerNorm"),
+    ("layers_know_the_option", "--attention-backend flash", "needs --transformer-impl transformer_engine"),
+    ("layers_know_the_option", "--apply-layernorm-1p", "needs --transformer-impl transformer_engine"),
+    ("backend_fits_the_machine", "--distributed-backend nccl", "needs CUDA"),
+]
+
+
+@pytest.mark.parametrize(("name", "argv", "message"), CASES, ids=[f"{name}: {argv}" for name, argv, _ in CASES])
+def test_violation_is_reported(name: str, argv: str, message: str) -> None:
+    assert message in found_by(name, argv)
+
+
+def test_violations_on_a_gpu_machine() -> None:
+    one_queue = dataclasses.replace(CUDA, cuda_max_connections="1")
+    assert "unset it" in found_by("streams_may_overlap", "--use-megatron-fsdp", one_queue)
+    assert found_by("streams_may_overlap", "--use-megatron-fsdp", CUDA) == ""
+    assert "gloo cannot train on CUDA" in found_by("backend_fits_the_machine", "--distributed-backend gloo", CUDA)
+    assert "needs --transformer-impl local" in found_by("layers_know_the_option", "--attention-backend local", FULL)
+
+
+def test_every_rule_has_a_case_and_a_sentence() -> None:
+    names = {function.__name__ for function in RULES}
+    assert names == {name for name, _, _ in CASES} | {"streams_may_overlap"}
+    assert [function.__name__ for function in RULES if not (function.__doc__ or "").endswith(".")] == []
+
+
+def test_rules_name_fields_that_exist() -> None:
+    assert set(REQUIRED) | set(POSITIVE) | set(NOT_NEGATIVE) | set(NOT_YET) <= set(all_flags())
+    for path, (allowed, _) in NOT_YET.items():
+        assert all_flags()[path].default in allowed, path
+
+
+def test_all_violations_come_in_one_error() -> None:
+    with pytest.raises(ConfigError) as raised:
+        check(load_config(f"{RUN} --bf16 --fp16 --tensor-model-parallel-size 2 --save-interval 3".split()), 2, CPU)
+    assert len(raised.value.problems) == 3
+    text = format_problems(raised.value)
+    assert text.startswith("The configuration has 3 problems:\n  - ")
+
+
+def test_checkpoint_format_is_free_without_checkpoints() -> None:
+    check(load_config(f"{RUN} --ckpt-format torch_dist".split()), 2, CPU)
+
+
+def test_only_evaluating_needs_no_training_flags() -> None:
+    argv = RUN.replace("--train-iters 8 --lr 1e-3", "--skip-train --load checkpoints")
+    check(load_config(argv.split()), 2, CPU)
