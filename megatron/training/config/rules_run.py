@@ -13,6 +13,7 @@ POSITIVE = (*REQUIRED[:5], "model.ffn_hidden_size", "model.kv_channels", "model.
             "model.max_position_embeddings", "train.global_batch_size", "train.train_iters", "train.train_samples",
             "train.exit_interval", "train.exit_duration_in_mins", "validation.eval_interval",
             "checkpoint.save_interval", "logger.log_interval", "logger.tensorboard_log_interval",
+            "data.num_dataset_builder_threads",
             "tokenizer.make_vocab_size_divisible_by", "tokenizer.vocab_size", "tokenizer.padded_vocab_size",
             "recompute.recompute_num_layers", "dist.distributed_timeout_minutes", "scheduler.lr_decay_iters",
             "scheduler.lr_decay_samples", "scheduler.lr_wsd_decay_iters",

@@ -220,6 +220,12 @@ class DataConfig:
     mmap_bin_files: bool = True
     """Map the .bin files into memory, instead of reading them."""
 
+    num_dataset_builder_threads: int = 1
+    """Threads that build the datasets' indices."""
+
+    mid_level_dataset_surplus: float = 0.005
+    """Extra share of samples that each dataset of a blend prepares, so that none runs out."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
