@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .dtensor_chunks import Cut, cuts_of, cutting_axes
-from .machine.torch_compat import local_tensor
+from .machine.torch_compat import all_gather_single, local_tensor
 
 
 def compute_chunks(dtensors: Sequence[DTensor], names: Sequence[str]) -> list[ChunkStorageMetadata]:
@@ -93,7 +93,7 @@ def gather_over_axes(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]
         # A fake backend writes nothing; this way it pretends that all peers are like us.
         out = stacked.repeat(peers, *[1] * tensor.dim())
         if peers > 1:
-            dist.all_gather_into_tensor(out, stacked.contiguous(), group=mesh.get_group(axis))
+            all_gather_single(out, stacked.contiguous(), group=mesh.get_group(axis))
         stacked = out
     return stacked
 
@@ -161,7 +161,7 @@ def gather_rows(local: torch.Tensor, rows_per_rank: Sequence[int], group: dist.P
         padded[: rows[rank]] = mine
         gathered = mine.new_empty((peers, longest, row_nbytes))
         if padded.numel():
-            dist.all_gather_into_tensor(gathered.view(-1), padded.view(-1), group=group)
+            all_gather_single(gathered.view(-1), padded.view(-1), group=group)
         whole = torch.cat([gathered[peer, :count] for peer, count in enumerate(rows)])
     return whole.view(-1).view(local.dtype).view(total, *rest)
 

@@ -53,3 +53,16 @@ def split_factor(placement: Placement) -> int:
 def strided_shard(dim: int, factor: int) -> Placement:
     """A Shard that is cut after axes to its right whose sizes multiply to `factor` (torch 2.4 to 2.13)."""
     return _StridedShard(dim, split_factor=factor)
+
+
+# torch's own optimizers batch their work with these; they have no public spelling (torch 2.0 to 2.13).
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_zero_ = torch._foreach_zero_
+
+
+# Renamed in torch 2.13, where the names that 2.11 and 2.12 have warn.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -7,7 +7,7 @@ import importlib
 
 _HOME = {
     "FullyShardedDataParallel": "adapter",
-    "unwrap_model": "adapter",
+    "unwrap_model": "unwrap",
     "DistributedDataParallelConfig": "ddp_config",
     "ResolvedConfig": "ddp_config",
     "resolve_ddp_config": "ddp_config",

@@ -1,0 +1,210 @@
+"""What users configure, resolved to one frozen `EngineConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import torch
+
+from megatron_fsdp.plan.strategy import OUTER_STRATEGIES, RESTING
+
+
+class ShardingStrategy(enum.IntEnum):
+    """Strategies by number; `RESTING` in `plan/strategy.py` says what each one means."""
+
+    NO_SHARD = 0
+    OPTIM = 1
+    OPTIM_GRADS = 2
+    OPTIM_GRADS_PARAMS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of what the optimizer sees and of what travels."""
+
+    main_params_dtype: torch.dtype | None = torch.float32
+    """Dtype of the parameters given to the optimizer. None: the model's own dtype, without a second copy."""
+
+    main_grads_dtype: torch.dtype | None = None
+    """Dtype in which gradients accumulate. None: the dtype of the parameter's gradient."""
+
+    grad_comm_dtype: torch.dtype | None = None
+    """Dtype of gradient reductions. None: `main_grads_dtype`. No extra memory where it equals that."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            dtype = getattr(self, field.name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+                raise ValueError(f"{field.name} is {dtype!r}; expected a torch floating-point dtype of 2 bytes or more, or None")
+
+
+@dataclasses.dataclass
+class DistributedDataParallelConfig:
+    """Options of `MegatronFSDP`. Read once at construction and never changed by the engine."""
+
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while backward runs. Always on for strategies that reduce in every backward."""
+
+    overlap_param_gather: bool = False
+    """Gather the next unit's weights while this one computes. Always on for strategies that shard weights."""
+
+    check_for_nan_in_grad: bool = False
+    """Raise when a reduced gradient is not finite."""
+
+    bucket_size: int | None = None
+    """Elements after which a group of parameters outside all units is cut. None: never."""
+
+    average_in_collective: bool = False
+    """Average inside the reduction (ReduceOp.AVG) in place of scaling before a sum."""
+
+    fp8_param_gather: bool = False
+    """Compute weights are fp8 and are gathered as such."""
+
+    data_parallel_sharding_strategy: str | int = "no_shard"
+    """One of no_shard, optim, optim_grads, optim_grads_params, or its number 0 to 3."""
+
+    gradient_reduce_div_fusion: bool = True
+    """Fuse the scaling of gradients into the reduction where the backend can."""
+
+    suggested_communication_unit_size: int | None = None
+    """Cap in elements on what is prefetched or in flight at a time."""
+
+    keep_fp8_transpose_cache: bool = False
+    """Keep fp8 transposes between forward and backward."""
+
+    nccl_ub: bool = False
+    """Allocate communication buffers in memory registered with NCCL."""
+
+    fsdp_double_buffer: bool = False
+    """Communicate in two persistent buffers."""
+
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
+    """Units that do not fit the double buffer get a persistent buffer of their own."""
+
+    fsdp_all_gather_in_start_param_sync: bool = True
+    """`start_param_sync()` issues the first gather of the next forward."""
+
+    outer_dp_sharding_strategy: str | int = "no_shard"
+    """Strategy of the outer axis: no_shard (HSDP) or optim (HFSDP)."""
+
+    disable_symmetric_registration: bool = False
+    """With nccl_ub, register locally only."""
+
+    fsdp_manual_registration: bool = False
+    """With nccl_ub, register when `manual_buffer_registration()` is called."""
+
+    megatron_fsdp_main_params_dtype: torch.dtype | None = torch.float32
+    """As `MixedPrecisionPolicy.main_params_dtype`."""
+
+    megatron_fsdp_main_grads_dtype: torch.dtype | None = None
+    """As `MixedPrecisionPolicy.main_grads_dtype`."""
+
+    megatron_fsdp_grad_comm_dtype: torch.dtype | None = None
+    """As `MixedPrecisionPolicy.grad_comm_dtype`."""
+
+    megatron_fsdp_use_decoupled_grad: bool = False
+    """Attach gradients as `param.decoupled_grad`, in the dtype they accumulate in."""
+
+    megatron_fsdp_cuda_graph_mode: bool = False
+    """Keep gradient tensors at fixed addresses for CUDA graphs."""
+
+    megatron_fsdp_enable_fine_grained_param_gather: bool = False
+    """Gather module by module inside a unit."""
+
+    megatron_fsdp_max_pool_double_buffer: bool = False
+    """Double buffer for units of different shapes."""
+
+
+#: Options that are understood but whose feature is not there: option -> (the value that means off, the reason).
+_NOT_YET: dict[str, tuple[object, str]] = {
+    "check_for_nan_in_grad": (False, "gradients are not inspected"),
+    "suggested_communication_unit_size": (None, "prefetch is one unit deep"),
+    "fp8_param_gather": (False, "the TransformerEngine weight codec is missing"),
+    "keep_fp8_transpose_cache": (False, "the TransformerEngine weight codec is missing"),
+    "nccl_ub": (False, "communication buffers are not registered with NCCL"),
+    "fsdp_double_buffer": (False, "only the resizing storage pool exists"),
+    "fsdp_db_use_persist_buf_on_alloc_fail": (False, "only the resizing storage pool exists"),
+    "disable_symmetric_registration": (False, "communication buffers are not registered with NCCL"),
+    "fsdp_manual_registration": (False, "communication buffers are not registered with NCCL"),
+    "megatron_fsdp_cuda_graph_mode": (False, "gradients are attached anew in every step"),
+    "megatron_fsdp_enable_fine_grained_param_gather": (False, "weights are gathered unit by unit"),
+    "megatron_fsdp_max_pool_double_buffer": (False, "only the resizing storage pool exists"),
+}
+
+
+def strategy_name(value: str | int, option: str, allowed: tuple[str, ...] = tuple(RESTING)) -> str:
+    """The canonical name of a strategy given by name or number.
+
+    Raises:
+        ValueError: `value` names no strategy that `option` allows.
+    """
+    names = tuple(RESTING)
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
+        value = names[value]
+    if value not in allowed:
+        choices = ", ".join(f"{name!r} ({names.index(name)})" for name in allowed)
+        raise ValueError(f"{option}={value!r} is not a sharding strategy; expected one of {choices}")
+    return value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything the engine reads, validated; nothing in it changes after construction."""
+
+    inner_strategy: str
+    outer_strategy: str
+    precision: MixedPrecisionPolicy
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    average_in_collective: bool
+    calculate_per_token_loss: bool
+    gradient_reduce_div_fusion: bool
+    use_decoupled_grad: bool
+    gather_in_start_param_sync: bool
+    bucket_numel: int | None
+    prefetch_depth: int = 1
+    """Units gathered ahead of the one that computes."""
+    reductions_in_flight: int = 2
+    """Unreduced gradient buffers alive at a time."""
+
+
+def resolve(
+    config: DistributedDataParallelConfig,
+    precision: MixedPrecisionPolicy,
+    *,
+    calculate_per_token_loss: bool = False,
+    disable_bucketing: bool = False,
+) -> EngineConfig:
+    """`config` and `precision` as one frozen value.
+
+    Raises:
+        ValueError: an option has no meaning, or two contradict each other.
+        NotImplementedError: an option asks for a feature that is not there.
+    """
+    for name, (off, reason) in _NOT_YET.items():
+        if getattr(config, name) != off:
+            raise NotImplementedError(f"{name}={getattr(config, name)!r} is not supported yet: {reason}. Use {name}={off!r}.")
+    inner = strategy_name(config.data_parallel_sharding_strategy, "zero_dp_strategy")
+    outer = strategy_name(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy", OUTER_STRATEGIES)
+    if outer != "no_shard" and inner != "optim_grads_params":
+        raise ValueError(
+            f"outer_dp_sharding_strategy={outer!r} needs zero_dp_strategy='optim_grads_params' (3), got {inner!r}: "
+            "sharding the optimizer outside an inner axis that keeps more than shards leaves no contiguous piece."
+        )
+    if config.bucket_size is not None and config.bucket_size <= 0:
+        raise ValueError(f"bucket_size is {config.bucket_size}; expected a positive number of elements, or None")
+    row = RESTING[inner]
+    return EngineConfig(
+        inner_strategy=inner,
+        outer_strategy=outer,
+        precision=precision,
+        overlap_grad_reduce=config.overlap_grad_reduce or row.main_grad is RESTING["optim_grads"].main_grad,
+        overlap_param_gather=config.overlap_param_gather or row.weight is RESTING["optim_grads_params"].weight,
+        average_in_collective=config.average_in_collective,
+        calculate_per_token_loss=calculate_per_token_loss,
+        gradient_reduce_div_fusion=config.gradient_reduce_div_fusion,
+        use_decoupled_grad=config.megatron_fsdp_use_decoupled_grad,
+        gather_in_start_param_sync=config.fsdp_all_gather_in_start_param_sync,
+        bucket_numel=None if disable_bucketing else config.bucket_size,
+    )

@@ -1,0 +1,161 @@
+"""A group's shards as DTensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Placement as TensorPlacement
+
+from megatron_fsdp.dtensor_chunks import attach_chunk_metadata
+from megatron_fsdp.dtensor_gather import gather_rows
+from megatron_fsdp.machine.mesh import FSDPDistributedIndex
+from megatron_fsdp.machine.torch_compat import strided_shard
+from megatron_fsdp.plan.strategy import Placement
+from megatron_fsdp.runtime.unit import ManagedParam
+from megatron_fsdp.state.flat_buffer import FlatBuffer, piece_bounds
+from megatron_fsdp.state.param_group import ParamGroup
+from megatron_fsdp.state.param_tags import copy_tags
+
+
+class ShardSpec:
+    """How one parameter, its gradient and its optimizer state lie over the data-parallel mesh."""
+
+    def __init__(self, group: ParamGroup, slot: int, mesh: DeviceMesh):
+        # Weak: tensors carry this object, and a tensor must not keep its group's buffers alive.
+        self._group = weakref.ref(group)
+        self._layout = group.layout
+        self._axes = group.facts.axes
+        self._placement = group.plan.main_weight
+        self.slot = slot
+        self.mesh = mesh
+        self.shape = torch.Size(group.layout.slots[slot].shape)
+        self.placements = _placements(self._placement[-mesh.ndim :], self._axes[1].size)
+        rows = group.main_weight_buffer.rows(slot)
+        self.first_row, self.row_count = rows.first, rows.count
+        self.local_shape = (rows.count, *self.shape[1:]) if self.shape else self.shape
+
+    @property
+    def is_sharded(self) -> bool:
+        """The tensor is split over ranks."""
+        return Placement.SHARD in self._placement
+
+    @property
+    def flat_slice(self) -> slice:
+        """This rank's elements of the flattened parameter."""
+        row = self._layout.slots[self.slot].row
+        return slice(self.first_row * row, (self.first_row + self.row_count) * row)
+
+    def wrap(self, local: torch.Tensor) -> DTensor:
+        """`local` (this rank's rows) as a DTensor whose `full_tensor` is right on uneven shards. Shares storage."""
+        stride = torch.empty(self.shape, device="meta").stride()
+        dtensor = DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride)
+        return self.mark(dtensor)
+
+    def mark(self, dtensor: DTensor) -> DTensor:
+        """Gives a DTensor of this shape and placement the right `full_tensor` and torch DCP's chunk; returns it."""
+        dtensor.full_tensor = _FullTensor(self, weakref.ref(dtensor))
+        offsets = (self.first_row, *(0 for _ in self.shape[1:])) if self.shape else ()
+        attach_chunk_metadata(dtensor, offsets, self.local_shape)
+        return dtensor
+
+    def fits(self, tensor: object) -> bool:
+        """True if `tensor` is a DTensor that lies like this parameter."""
+        return isinstance(tensor, DTensor) and tensor.shape == self.shape and tensor.to_local().shape == self.local_shape
+
+    def cut(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a full tensor."""
+        return full[self.first_row : self.first_row + self.row_count] if self.shape else full
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """The full tensor from every rank's rows. **Collective** over the axes that shard."""
+        lo, hi = 0, self._layout.size
+        for axis, place in zip(self._axes, self._placement, strict=True):  # towards REPLICATE, outer first
+            if place is Placement.SHARD and axis.size > 1:
+                local = gather_rows(local, self._rows_along(axis), axis.group)
+        return local
+
+    def _rows_along(self, axis) -> list[int]:
+        """Rows that each rank of `axis` contributes when it is gathered (outer first, then inner)."""
+        outer, inner = self._axes
+        counts = []
+        for rank in range(axis.size):
+            moved = tuple(_moved(a, rank) if a is axis else a for a in self._axes)
+            placement = self._placement
+            if axis is inner:  # the outer axis is whole by then
+                placement = placement._replace(outer=Placement.REPLICATE)
+            counts.append(self._layout.rows_on(self.slot, *piece_bounds(self._layout, moved, placement)).count)
+        return counts
+
+
+def _placements(pairs: Sequence[Placement], inner_size: int) -> tuple[TensorPlacement, ...]:
+    """torch's placements. Shards are inner-major, so an outer axis that shards cuts what the inner one has cut."""
+    if len(pairs) == 2 and pairs[0] is Placement.SHARD:
+        return strided_shard(0, inner_size), Shard(0)
+    return tuple(Shard(0) if place is Placement.SHARD else Replicate() for place in pairs)
+
+
+def _moved(axis, rank: int):
+    return type(axis)(axis.group, axis.gather_group, rank, axis.size)
+
+
+class _FullTensor:
+    """`full_tensor` of one DTensor: torch's own assumes the shards of `torch.chunk` and is silently wrong on others."""
+
+    def __init__(self, spec: ShardSpec, dtensor: weakref.ref[DTensor]):
+        self._spec = spec
+        self._dtensor = dtensor
+
+    def __call__(self, *, grad_placements: object = None) -> torch.Tensor:
+        """The full tensor on every rank. **Collective** over the data-parallel mesh; not differentiable."""
+        if grad_placements is not None:
+            raise NotImplementedError("full_tensor of a sharded parameter is not differentiable; leave grad_placements out.")
+        with torch.no_grad():
+            local = self._dtensor().to_local().detach()
+            return self._spec.gather(local) if self._spec.is_sharded else local.clone()
+
+    def __reduce__(self) -> tuple:
+        # A pickled shard (asynchronous checkpoints send them to another process) has left its process groups behind.
+        return _Detached, ()
+
+
+class _Detached:
+    """`full_tensor` of a shard that was pickled or copied away from its model."""
+
+    def __call__(self, **_: object) -> torch.Tensor:
+        """Raises RuntimeError."""
+        raise RuntimeError("this shard was copied away from its model and cannot be gathered; call full_tensor() on the model's.")
+
+
+def make_sharded_param(param: ManagedParam, group: ParamGroup, slot: int, index: FSDPDistributedIndex) -> nn.Parameter:
+    """The Parameter that users and optimizers hold: a DTensor over this rank's rows of the main weight."""
+    spec = ShardSpec(group, slot, index.dp_mesh(group.facts.is_expert))
+    sharded = nn.Parameter(spec.wrap(group.main_weight_buffer.view(slot)), requires_grad=param.raw.requires_grad)
+    spec.mark(sharded)
+    copy_tags(param.raw, sharded)
+    sharded.megatron_fsdp_slice = spec.flat_slice
+    sharded.megatron_fsdp_dist_index = index
+    sharded.megatron_fsdp_spec = spec
+    sharded.orig_param = weakref.proxy(param.raw)
+    return sharded
+
+
+def grad_of(sharded: nn.Parameter, final: FlatBuffer, dtype: torch.dtype | None) -> DTensor:
+    """The finalized gradient of a sharded parameter; every rank has one, perhaps of zero rows.
+
+    Shares the buffer's storage where `dtype` (None: any) is the buffer's.
+    """
+    spec: ShardSpec = sharded.megatron_fsdp_spec
+    view = final.view(spec.slot)
+    return spec.wrap(view if dtype is None else view.to(dtype))
+
+
+def dp_groups(group: ParamGroup) -> list[dist.ProcessGroup]:
+    """Groups over which a group's main weight is spread; sums over its elements are reduced over each."""
+    pairs = zip(group.facts.axes, group.plan.main_weight, strict=True)
+    return [axis.group for axis, place in pairs if place is Placement.SHARD and axis.size > 1]

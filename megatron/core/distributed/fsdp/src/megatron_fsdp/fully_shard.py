@@ -1,0 +1,225 @@
+"""`fully_shard`, `fully_shard_model`: normalize arguments, build a mesh where none is given."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megatron_fsdp.config import (
+    DistributedDataParallelConfig,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    strategy_name,
+)
+from megatron_fsdp.machine.device import default_device_type
+from megatron_fsdp.machine.mesh import FSDPDistributedIndex
+from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.optimizer import fully_shard_optimizer, shard_state
+from megatron_fsdp.plan.strategy import OUTER_STRATEGIES
+from megatron_fsdp.runtime.discovery import resolve_unit_classes
+
+__all__ = ["ShardingStrategy", "fully_shard", "fully_shard_model", "fully_shard_optimizer"]
+
+
+def fully_shard_model(
+    module: torch.nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    dp_shard_dim: str | None = None,
+    dp_outer_dim: str | None = None,
+    tp_dim: str | None = None,
+    hybrid_fsdp_group: dist.ProcessGroup | None = None,
+    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
+    expt_device_mesh: DeviceMesh | None = None,
+    fsdp_group_ag: dist.ProcessGroup | None = None,
+    expt_fsdp_group_ag: dist.ProcessGroup | None = None,
+    fsdp_unit_modules: Sequence[type] | Sequence[str] | None = None,
+    zero_dp_strategy: str | int = 3,
+    outer_dp_sharding_strategy: str | int = 0,
+    device: torch.device | None = None,
+    init_model_with_meta_device: bool = False,
+    mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    sync_model_each_microbatch: bool = True,
+    preproc_state_dict_for_dcp_ckpt: bool = True,
+    report_nan_in_param_grad: bool = False,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+    disable_symmetric_registration: bool = False,
+    enable_fine_grained_param_gather: bool = False,
+    use_decoupled_grad: bool = False,
+    cuda_graph_mode: bool = False,
+    maxpool_double_buffer: bool = False,
+) -> MegatronFSDP:
+    """Shards `module` over the data-parallel ranks. **Collective**: all of them call it, with the same arguments.
+
+    All ranks start from the first rank's values.
+
+    Args:
+        module: the model; reachable afterwards as `.module`.
+        device_mesh: mesh with named dimensions; None: all ranks in one dimension.
+        dp_shard_dim: dimension over which parameters are sharded; required with `device_mesh`.
+        dp_outer_dim: outer data-parallel dimension, for hybrid sharding.
+        tp_dim: tensor-parallel dimension.
+        hybrid_fsdp_group: all ranks of outer x shard; required with `dp_outer_dim`.
+        hybrid_fsdp_expt_group: the same for expert parameters.
+        expt_device_mesh: mesh of the expert parameters.
+        fsdp_group_ag: a communicator of its own for gathers, over the ranks of `dp_shard_dim`.
+        expt_fsdp_group_ag: the same for expert parameters.
+        fsdp_unit_modules: classes or import paths of the modules that are gathered and released as one; None or
+            empty: the whole model is one unit.
+        zero_dp_strategy: no_shard (0), optim (1), optim_grads (2) or optim_grads_params (3).
+        outer_dp_sharding_strategy: no_shard (0) or, with strategy 3 inside, optim (1).
+        device: where to compute; None: the current CUDA device, or the CPU where there is none.
+        init_model_with_meta_device: the model is on the meta device; initialise it unit by unit.
+        mixed_precision_policy: dtypes of main weights, gradients and reductions.
+        overlap_grad_reduce: reduce while backward runs (always, for strategies 2 and 3).
+        overlap_param_gather: gather ahead (always, for strategy 3).
+        sync_model_each_microbatch: gradients are reduced and attached at the end of every backward.
+        preproc_state_dict_for_dcp_ckpt: prepare `state_dict()` for torch DCP.
+        report_nan_in_param_grad: raise when a parameter's gradient is not finite.
+        average_in_collective: average inside the reduction.
+        disable_bucketing: never cut the root's groups.
+        calculate_per_token_loss: sum gradients; the caller scales them.
+        keep_fp8_transpose_cache, nccl_ub, fsdp_double_buffer, fsdp_db_use_persist_buf_on_alloc_fail,
+            disable_symmetric_registration, enable_fine_grained_param_gather, cuda_graph_mode, maxpool_double_buffer:
+            see `DistributedDataParallelConfig`.
+        use_decoupled_grad: attach gradients as `param.decoupled_grad`.
+
+    Raises:
+        ValueError, TypeError, ImportError: a mistake in the arguments, on every rank before anything is communicated.
+        NotImplementedError: an option whose feature is not there yet.
+    """
+    inner = strategy_name(zero_dp_strategy, "zero_dp_strategy")
+    outer = strategy_name(outer_dp_sharding_strategy, "outer_dp_sharding_strategy", OUTER_STRATEGIES)
+    if init_model_with_meta_device and inner == strategy_name(ShardingStrategy.NO_SHARD, "zero_dp_strategy"):
+        raise ValueError(
+            f"init_model_with_meta_device=True is for models that do not fit on one device, but zero_dp_strategy={inner!r} "
+            "keeps the whole model on each; choose a strategy that shards, or initialise the model first."
+        )
+    resolve_unit_classes(fsdp_unit_modules)
+    config = DistributedDataParallelConfig(
+        data_parallel_sharding_strategy=inner,
+        outer_dp_sharding_strategy=outer,
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
+        average_in_collective=average_in_collective,
+        keep_fp8_transpose_cache=keep_fp8_transpose_cache,
+        nccl_ub=nccl_ub,
+        fsdp_double_buffer=fsdp_double_buffer,
+        fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
+        disable_symmetric_registration=disable_symmetric_registration,
+        megatron_fsdp_main_params_dtype=mixed_precision_policy.main_params_dtype,
+        megatron_fsdp_main_grads_dtype=mixed_precision_policy.main_grads_dtype,
+        megatron_fsdp_grad_comm_dtype=mixed_precision_policy.grad_comm_dtype,
+        megatron_fsdp_use_decoupled_grad=use_decoupled_grad,
+        megatron_fsdp_cuda_graph_mode=cuda_graph_mode,
+        megatron_fsdp_max_pool_double_buffer=maxpool_double_buffer,
+    )
+    index = _make_index(
+        device_mesh, dp_shard_dim, dp_outer_dim, tp_dim, hybrid_fsdp_group, hybrid_fsdp_expt_group, outer != "no_shard",
+        expt_device_mesh, fsdp_group_ag, expt_fsdp_group_ag,
+    )
+    model = MegatronFSDP(
+        module,
+        index,
+        config,
+        mixed_precision_policy,
+        fsdp_unit_modules=fsdp_unit_modules,
+        disable_bucketing=disable_bucketing,
+        device=device,
+        calculate_per_token_loss=calculate_per_token_loss,
+        init_model_with_meta_device=init_model_with_meta_device,
+        sync_model_each_microbatch=sync_model_each_microbatch,
+        enable_fine_grained_param_gather_hook=enable_fine_grained_param_gather,
+        report_nan_in_param_grad=report_nan_in_param_grad,
+    )
+    model.state_dict_hooks.preprocess = preproc_state_dict_for_dcp_ckpt
+    return model
+
+
+def _make_index(device_mesh, dp_shard_dim, dp_outer_dim, tp_dim, hybrid, hybrid_expt, outer_shards, expt_mesh, ag, expt_ag):
+    """The index of the given mesh, or of a new mesh over all ranks. **Collective** if it is new."""
+    if device_mesh is None:
+        given = {"dp_outer_dim": dp_outer_dim, "hybrid_fsdp_group": hybrid, "expt_device_mesh": expt_mesh, "fsdp_group_ag": ag}
+        for option, value in given.items():
+            if value is not None:
+                raise ValueError(f"{option} is given without device_mesh; pass the mesh that it belongs to.")
+        if outer_shards:
+            raise ValueError("outer_dp_sharding_strategy shards an outer axis; pass device_mesh with dp_outer_dim.")
+        if not dist.is_initialized():
+            raise RuntimeError("torch.distributed is not initialised; launch with torchrun and call init_process_group() first.")
+        dims = (dp_shard_dim or "fsdp", tp_dim or "tp")
+        device_mesh = init_device_mesh(default_device_type(), (dist.get_world_size(), 1), mesh_dim_names=dims)
+        dp_shard_dim, tp_dim = dims
+        # On one communicator gathers and reductions run in launch order, and a prefetch could not overtake a reduction.
+        ag = dist.new_group(backend=dist.get_backend())
+    if outer_shards and dp_outer_dim is None:
+        raise ValueError("outer_dp_sharding_strategy shards an outer axis; name it with dp_outer_dim and hybrid_fsdp_group.")
+    return FSDPDistributedIndex(
+        device_mesh,
+        dp_shard_dim=dp_shard_dim,
+        dp_outer_dim=dp_outer_dim,
+        tp_dim=tp_dim,
+        hybrid_fsdp_group=hybrid,
+        hybrid_fsdp_expt_group=hybrid_expt,
+        hsdp_outer_dp_shard=outer_shards,
+        expt_device_mesh=expt_mesh,
+        fsdp_group_ag=ag,
+        expt_fsdp_group_ag=expt_ag,
+    )
+
+
+def fully_shard(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    """Shards a model and the optimizer made from its parameters; arguments as `fully_shard_model`. **Collective**.
+
+    The optimizer keeps its parameter groups with their own options; state it has is sharded with its parameters.
+
+    Returns:
+        The sharded model and the same optimizer object.
+
+    Raises:
+        ValueError: the optimizer holds parameters that are not of `module`; and what `fully_shard_model` raises.
+    """
+    own = {id(param) for param in module.parameters()}
+    foreign = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in own]
+    if foreign:
+        raise ValueError(
+            f"the optimizer holds {len(foreign)} parameters that are not of this {type(module).__name__} "
+            f"(the first has shape {tuple(foreign[0].shape)}); build it from module.parameters()."
+        )
+    before = {name: param for name, param in module.named_parameters()}
+    model = fully_shard_model(module, *args, **kwargs)
+    after = {fqn: param.sharded for param in model.param_and_grad_buffer.managed_params for fqn in param.fqns}
+    sharded = {id(param): after[name] for name, param in before.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [sharded[id(param)] for param in group["params"]]
+    for param in list(optimizer.state):
+        replacement = sharded[id(param)]
+        optimizer.state[replacement] = shard_state(replacement.megatron_fsdp_spec, optimizer.state.pop(param))
+    preprocess = model.state_dict_hooks.preprocess
+    return model, fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=preprocess)
+
+
+def _adopt_signature(function: Any) -> None:
+    """`fully_shard` shows every argument of `fully_shard_model` by name."""
+    model_params = list(inspect.signature(fully_shard_model).parameters.values())
+    own = list(inspect.signature(function).parameters.values())[:2]
+    function.__signature__ = inspect.signature(function).replace(parameters=[*own, *model_params[1:]])
+    functools.update_wrapper(function, function)
+
+
+_adopt_signature(fully_shard)

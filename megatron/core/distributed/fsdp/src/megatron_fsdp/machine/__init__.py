@@ -1,0 +1,1 @@
+"""Layer 1: the machine (devices, process groups, collectives, storage)."""

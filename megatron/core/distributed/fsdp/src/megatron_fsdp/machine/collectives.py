@@ -1,0 +1,101 @@
+"""Move a flat tensor from one placement to another."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp.machine.torch_compat import all_gather_single, premul_sum, reduce_scatter_single
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """One data-parallel axis: its ranks, this rank's place among them, and its communicators."""
+
+    group: dist.ProcessGroup | None
+    """Reductions. None for an axis of one rank."""
+    gather_group: dist.ProcessGroup | None
+    """Gathers; the same ranks in the same order, on a communicator of its own where one was given."""
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None, gather_group: dist.ProcessGroup | None = None) -> Axis:
+        """The axis of `group`; of one rank if it is None."""
+        if group is None or group.size() == 1:
+            return cls(None, None, 0, 1)
+        return cls(group, gather_group or group, group.rank(), group.size())
+
+
+#: The axis of one rank.
+SOLO = Axis(None, None, 0, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class GradScale:
+    """How gradients are scaled when they are reduced: multiplied by `pre`, then combined by `op`."""
+
+    pre: float
+    average: bool
+    fused: bool = True
+    """Let the backend multiply while it reduces, where it can."""
+
+    @property
+    def op(self) -> dist.ReduceOp.RedOpType:
+        """SUM or AVG."""
+        return dist.ReduceOp.AVG if self.average else dist.ReduceOp.SUM
+
+
+NO_SCALE = GradScale(1.0, average=False)
+
+
+def all_gather(out: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
+    """Fills `out` (numel = axis.size * shard.numel) with the shards in rank order. **Collective** over `axis`.
+
+    `shard` may be this rank's slice of `out`.
+    """
+    if axis.size == 1:
+        if out.data_ptr() != shard.data_ptr():
+            out.copy_(shard)
+        return
+    all_gather_single(out, shard, group=axis.gather_group)
+
+
+def reduce_scatter(out: torch.Tensor, full: torch.Tensor, axis: Axis, scale: GradScale = NO_SCALE) -> None:
+    """Fills `out` with this rank's piece of the reduction of `full`. **Collective** over `axis`; may overwrite `full`.
+
+    `out` may be this rank's slice of `full`.
+    """
+    op = _prepare(full, axis, scale)
+    if axis.size == 1:
+        if out.data_ptr() != full.data_ptr():
+            out.copy_(full)
+        return
+    reduce_scatter_single(out, full, op=op, group=axis.group)
+
+
+def all_reduce(full: torch.Tensor, axis: Axis, scale: GradScale = NO_SCALE) -> None:
+    """Reduces `full` in place. **Collective** over `axis`."""
+    op = _prepare(full, axis, scale)
+    if axis.size > 1:
+        dist.all_reduce(full, op=op, group=axis.group)
+
+
+def _prepare(full: torch.Tensor, axis: Axis, scale: GradScale) -> dist.ReduceOp.RedOpType:
+    """Scales `full` unless the reduction can, and gives the reduction operator."""
+    if scale.pre == 1.0:
+        return scale.op
+    # A factor that is not a power of two would be rounded to the buffer's dtype by NCCL: exact only in fp32 and fp64.
+    exact = math.frexp(scale.pre)[0] == 0.5 or full.dtype in (torch.float32, torch.float64)
+    if scale.fused and exact and not scale.average and axis.size > 1 and _has_premul(axis):
+        return premul_sum(scale.pre)
+    full.mul_(scale.pre)
+    return scale.op
+
+
+def _has_premul(axis: Axis) -> bool:
+    # Gloo takes PREMUL_SUM without an error and without documented numerics.
+    return dist.get_backend(axis.group) == "nccl"

@@ -1,0 +1,86 @@
+"""The only place that knows CUDA from CPU: streams, events, memory."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def record(self, stream: object | None = None) -> None: ...
+    def wait(self, stream: object | None = None) -> None: ...
+
+
+class NullEvent:
+    """The CPU's event: work is finished when its call returns. (`torch.cpu.Event` lacks `elapsed_time`.)"""
+
+    def record(self, stream: object | None = None) -> None:
+        """Does nothing."""
+
+    def wait(self, stream: object | None = None) -> None:
+        """Does nothing."""
+
+
+class NullStream:
+    """The CPU's stream: work runs where it is issued."""
+
+    def wait_stream(self, stream: object) -> None:
+        """Does nothing."""
+
+    def wait_event(self, event: object) -> None:
+        """Does nothing."""
+
+
+class Device:
+    """Streams, events and memory of one device; the same calls on CUDA and CPU."""
+
+    def __init__(self, device: torch.device):
+        self.torch_device = device
+        self.is_cuda = device.type == "cuda"
+
+    @classmethod
+    def current(cls) -> Device:
+        """The current CUDA device if there is one, else the CPU."""
+        if torch.cuda.is_available():
+            return cls(torch.device("cuda", torch.cuda.current_device()))
+        return cls(torch.device("cpu"))
+
+    def new_stream(self, *, high_priority: bool = False) -> torch.cuda.Stream | NullStream:
+        """A stream beside the compute stream."""
+        if not self.is_cuda:
+            return NullStream()
+        return torch.cuda.Stream(self.torch_device, priority=-1 if high_priority else 0)
+
+    def current_stream(self) -> torch.cuda.Stream | NullStream:
+        """The stream on which the caller's work is issued."""
+        return torch.cuda.current_stream(self.torch_device) if self.is_cuda else NullStream()
+
+    def use(self, stream: object) -> contextlib.AbstractContextManager:
+        """Issues work, and allocates, on `stream` inside the context."""
+        return torch.cuda.stream(stream) if self.is_cuda else contextlib.nullcontext()
+
+    def record_event(self) -> Event:
+        """An event recorded on the current stream."""
+        if not self.is_cuda:
+            return NullEvent()
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return event
+
+    def range(self, name: str) -> contextlib.AbstractContextManager:
+        """A named range for profilers."""
+        return torch.cuda.nvtx.range(name) if self.is_cuda else contextlib.nullcontext()
+
+    def empty_cache(self) -> None:
+        """Returns cached free blocks to the device."""
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+
+
+def default_device_type() -> str:
+    """The mesh's device type when the user names none."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

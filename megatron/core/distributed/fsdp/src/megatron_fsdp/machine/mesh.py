@@ -1,0 +1,177 @@
+"""`FSDPDistributedIndex`: axis names to process groups, for dense and expert parameters."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_fsdp.machine.collectives import Axis
+
+
+class FSDPDistributedIndex:
+    """Finds the meshes and process groups of every parallel axis by name.
+
+    Args:
+        device_mesh: mesh of the dense parameters; must name every dimension given below.
+        dp_shard_dim: dimension over which parameters are sharded (often the flattened data x context one).
+        dp_outer_dim: outer data-parallel dimension; its presence turns hybrid sharding on.
+        tp_dim: tensor-parallel dimension.
+        hybrid_fsdp_group: all ranks of (outer, shard); required with `dp_outer_dim`.
+        hybrid_fsdp_expt_group: the same for expert parameters.
+        hsdp_outer_dp_shard: the outer axis shards the optimizer state.
+        expt_device_mesh: mesh of the expert parameters, with the same dimension names.
+        fsdp_group_ag: communicator for gathers, over the same ranks as the shard dimension.
+        expt_fsdp_group_ag: the same for expert parameters.
+
+    Raises:
+        ValueError: a dimension is missing from the mesh, or one of `dp_outer_dim` and `hybrid_fsdp_group` is missing.
+    """
+
+    def __init__(
+        self,
+        device_mesh: DeviceMesh,
+        dp_shard_dim: str | None = None,
+        dp_outer_dim: str | None = None,
+        tp_dim: str | None = None,
+        hybrid_fsdp_group: dist.ProcessGroup | None = None,
+        hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
+        hsdp_outer_dp_shard: bool = False,
+        expt_device_mesh: DeviceMesh | None = None,
+        fsdp_group_ag: dist.ProcessGroup | None = None,
+        expt_fsdp_group_ag: dist.ProcessGroup | None = None,
+    ):
+        self.device_mesh = device_mesh
+        self.dp_shard_dim = dp_shard_dim
+        self.dp_outer_dim = dp_outer_dim
+        self.tp_dim = tp_dim
+        self.hybrid_fsdp_group = hybrid_fsdp_group
+        self.hybrid_fsdp_expt_group = hybrid_fsdp_expt_group
+        self.use_hybrid_fsdp = dp_outer_dim is not None
+        self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
+        self.expt_device_mesh = expt_device_mesh
+        self.fsdp_group_ag = fsdp_group_ag
+        self.expt_fsdp_group_ag = expt_fsdp_group_ag
+        self._check_names()
+        self.mesh_library = self._register_submeshes()
+        self.fsdp_group = device_mesh[dp_shard_dim].get_group()
+        self.outer_fsdp_group = device_mesh[dp_outer_dim].get_group() if self.use_hybrid_fsdp else None
+        self.expt_fsdp_group = expt_device_mesh[dp_shard_dim].get_group() if expt_device_mesh is not None else None
+        has_expert_outer = expt_device_mesh is not None and self.use_hybrid_fsdp
+        self.expt_outer_fsdp_group = expt_device_mesh[dp_outer_dim].get_group() if has_expert_outer else None
+        self._check_groups()
+
+    def _check_names(self) -> None:
+        if self.dp_shard_dim is None:
+            raise ValueError("dp_shard_dim is None; name the dimension of device_mesh over which parameters are sharded.")
+        if (self.dp_outer_dim is None) != (self.hybrid_fsdp_group is None):
+            given, missing = (
+                ("dp_outer_dim", "hybrid_fsdp_group") if self.dp_outer_dim is not None else ("hybrid_fsdp_group", "dp_outer_dim")
+            )
+            raise ValueError(f"{given} is given without {missing}; hybrid sharding needs both, plain sharding neither.")
+        meshes = {"device_mesh": self.device_mesh, "expt_device_mesh": self.expt_device_mesh}
+        for mesh_name, mesh in meshes.items():
+            for option in ("dp_shard_dim", "dp_outer_dim", "tp_dim"):
+                dim = getattr(self, option)
+                if mesh is not None and dim is not None and not _has_dim(mesh, dim):
+                    raise ValueError(
+                        f"{option}={dim!r} is not a dimension of {mesh_name}, which has {mesh.mesh_dim_names}; "
+                        "name the dimensions when the mesh is made, or flatten the ones you mean first."
+                    )
+
+    def _check_groups(self) -> None:
+        if self.use_hybrid_fsdp:
+            expected = self.fsdp_group.size() * self.outer_fsdp_group.size()
+            if self.hybrid_fsdp_group.size() != expected:
+                raise ValueError(
+                    f"hybrid_fsdp_group has {self.hybrid_fsdp_group.size()} ranks; expected {expected}: "
+                    f"all ranks of {self.dp_outer_dim!r} x {self.dp_shard_dim!r}."
+                )
+        for option, group, gather in (
+            ("fsdp_group_ag", self.fsdp_group, self.fsdp_group_ag),
+            ("expt_fsdp_group_ag", self.expt_fsdp_group, self.expt_fsdp_group_ag),
+        ):
+            if gather is None:
+                continue
+            if group is None or dist.get_process_group_ranks(gather) != dist.get_process_group_ranks(group):
+                raise ValueError(f"{option} must hold the same ranks, in the same order, as the shard dimension's group.")
+
+    def _register_submeshes(self) -> dict[tuple[str | bool, ...], DeviceMesh]:
+        outer, shard, tp = self.dp_outer_dim, self.dp_shard_dim, self.tp_dim
+        combinations = [(tp,), (outer, shard, tp), (shard, tp), (outer, shard), (shard,)]
+        library: dict[tuple[str | bool, ...], DeviceMesh] = {}
+        for is_expert, mesh in ((False, self.device_mesh), (True, self.expt_device_mesh)):
+            for dims in combinations:
+                submesh = _submesh(mesh, dims) if mesh is not None and None not in dims else None
+                if submesh is not None:
+                    library[(*dims, is_expert)] = submesh
+        return library
+
+    def get_submesh(self, mesh_dim_names: str | tuple[str, ...], is_expert_parallel: bool = False) -> DeviceMesh:
+        """The mesh of these dimensions.
+
+        Raises:
+            ValueError: the combination was not registered at construction.
+        """
+        dims = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
+        mesh = self.mesh_library.get((*dims, is_expert_parallel))
+        if mesh is None:
+            hint = " tp_dim is None: pass tp_dim (a dimension of size 1 will do)." if self.tp_dim is None else ""
+            known = sorted({key[:-1] for key in self.mesh_library if key[-1] == is_expert_parallel})
+            raise ValueError(f"no sub-mesh of dimensions {dims}; known are {known}.{hint}")
+        return mesh
+
+    def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup:
+        """All data-parallel ranks: (outer, shard) under hybrid sharding, else the shard dimension."""
+        if not self.use_hybrid_fsdp:
+            return self.get_fsdp_group(is_expert_parallel)
+        return self.hybrid_fsdp_expt_group if is_expert_parallel else self.hybrid_fsdp_group
+
+    def get_fsdp_group(self, is_expert_parallel: bool = False, independent_all_gather: bool = False) -> dist.ProcessGroup:
+        """The ranks of the shard dimension; with `independent_all_gather` the communicator for gathers, if one was given."""
+        if is_expert_parallel:
+            return (independent_all_gather and self.expt_fsdp_group_ag) or self.expt_fsdp_group
+        return (independent_all_gather and self.fsdp_group_ag) or self.fsdp_group
+
+    def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
+        """The ranks of the outer dimension; None without hybrid sharding."""
+        return self.expt_outer_fsdp_group if is_expert_parallel else self.outer_fsdp_group
+
+    def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh:
+        """The mesh that was given for these parameters."""
+        return self.expt_device_mesh if is_expert_parallel else self.device_mesh
+
+    def get_logical_hybrid_fsdp_rank(self, is_expert_parallel: bool = False) -> int:
+        """This rank's number in the global order of shards, which is inner-major.
+
+        Raises:
+            RuntimeError: the outer axis does not shard.
+        """
+        if not self.hsdp_outer_dp_shard:
+            raise RuntimeError("there is one logical rank order only when outer_dp_sharding_strategy is 'optim'.")
+        outer = self.get_outer_fsdp_group(is_expert_parallel)
+        return self.get_fsdp_group(is_expert_parallel).rank() * outer.size() + outer.rank()
+
+    def axes(self, is_expert: bool = False) -> tuple[Axis, Axis]:
+        """The (outer, inner) axes of dense or expert parameters."""
+        inner = Axis.of(self.get_fsdp_group(is_expert), self.get_fsdp_group(is_expert, independent_all_gather=True))
+        return Axis.of(self.get_outer_fsdp_group(is_expert)), inner
+
+    def dp_mesh(self, is_expert: bool = False) -> DeviceMesh:
+        """The mesh of the data-parallel axes, outer first."""
+        dims = (self.dp_outer_dim, self.dp_shard_dim) if self.use_hybrid_fsdp else (self.dp_shard_dim,)
+        return self.get_submesh(dims, is_expert)
+
+
+def _has_dim(mesh: DeviceMesh, dim: str) -> bool:
+    try:
+        mesh[dim]
+    except KeyError:  # dimensions made by `_flatten` are found by indexing only
+        return False
+    return True
+
+
+def _submesh(mesh: DeviceMesh, dims: tuple[str, ...]) -> DeviceMesh | None:
+    try:
+        return mesh[dims[0]] if len(dims) == 1 else mesh[dims]
+    except (KeyError, RuntimeError):  # torch slices dimensions in the mesh's own order only
+        return None

@@ -1,0 +1,168 @@
+"""`FullyShardedDataParallel`: the engine under the names and arguments of megatron-core. It translates, and holds no tensor."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig as McoreDistributedDataParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from torch import nn
+
+from megatron_fsdp.config import strategy_name
+from megatron_fsdp.mcore import fused_grads
+from megatron_fsdp.mcore.ddp_config import resolve_ddp_config
+from megatron_fsdp.mcore.process_groups import build_dist_index
+from megatron_fsdp.mcore.units import default_unit_modules, numel_outside, weights_read_elsewhere
+from megatron_fsdp.mcore.unwrap import WRAPPERS, unwrap_model
+from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.plan.strategy import plan_for
+
+__all__ = ["FullyShardedDataParallel", "unwrap_model"]
+
+logger = logging.getLogger(__name__)
+
+#: What a checkpoint calls the user's model, whatever wrappers are around it.
+_PREFIX = "module."
+
+#: TransformerConfig options that the engine is not combined with: field -> (the value that means off, why).
+_REFUSED: dict[str, tuple[object, str]] = {
+    "overlap_moe_expert_parallel_comm": (False, "it calls layers in parts, whose weights are gathered as one"),
+    "delay_wgrad_compute": (False, "gradients are reduced when their unit's backward ends, before a delayed one exists"),
+    "cuda_graph_impl": ("none", "graphs capture the addresses of weights that are gathered anew in each forward"),
+}
+
+
+class LoadResult(NamedTuple):
+    """What a load left out, as `torch.nn.Module.load_state_dict` reports it."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class FullyShardedDataParallel(MegatronFSDP):
+    """A megatron-core model whose parameters, gradients and optimizer state are sharded over the data-parallel ranks.
+
+    `.module` is what was passed in, so that parameters have the names that megatron-core's DistributedDataParallel gives them.
+    **Collective**: all data-parallel ranks construct it alike.
+
+    Args:
+        config: of the model.
+        ddp_config: megatron-core's class or this package's; stays as it is. `.ddp_config` shows what was made of it.
+        module: on any device, in a Float16Module for bf16 and fp16.
+        fsdp_unit_modules: classes or import paths of what is gathered and released as one; None: transformer and Mamba layers
+            if anything is sharded at all.
+        disable_bucketing: never cut the parameters outside all units.
+        device: where to compute; None: the current CUDA device, or the CPU where there is none.
+        pg_collection: process groups; None: megatron-core's global ones.
+
+    Raises:
+        ValueError, TypeError, ImportError: a mistake in the arguments.
+        NotImplementedError: a combination that is refused.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ddp_config: McoreDistributedDataParallelConfig,
+        module: nn.Module,
+        fsdp_unit_modules: Sequence[type | str] | None = None,
+        disable_bucketing: bool = False,
+        device: torch.device | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ):
+        _check(config)
+        if fsdp_unit_modules is None:
+            strategy = strategy_name(ddp_config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy")
+            fsdp_unit_modules = default_unit_modules(module) if plan_for(strategy).shards_anything else []
+        resolved = resolve_ddp_config(ddp_config, unbucketed_numel=numel_outside(module, fsdp_unit_modules))
+        root_params = weights_read_elsewhere(module)
+        if config.gradient_accumulation_fusion:
+            fused_grads.check(root_params)
+        super().__init__(
+            module,
+            build_dist_index(
+                pg_collection,
+                device_type=torch.device(device).type if device is not None else None,
+                num_distributed_optimizer_instances=ddp_config.num_distributed_optimizer_instances,
+            ),
+            ddp_config=resolved.engine,
+            mixed_precision_policy=resolved.precision,
+            fsdp_unit_modules=fsdp_unit_modules,
+            disable_bucketing=disable_bucketing,
+            device=device,
+            calculate_per_token_loss=config.calculate_per_token_loss,
+            init_model_with_meta_device=getattr(config, "init_model_with_meta_device", False),
+            keep_fp8_transpose_cache=resolved.engine.keep_fp8_transpose_cache,
+            nccl_ub=resolved.engine.nccl_ub,
+            fsdp_double_buffer=resolved.engine.fsdp_double_buffer,
+            root_params=root_params,
+        )
+        self.config = config
+        # megatron-core asks its own questions of this attribute (`use_megatron_fsdp`); the engine has read its answers.
+        self.ddp_config = resolved.mcore
+        self.megatron_fsdp_dist_index = self.dist_index
+        self.tp_group = self.dist_index.get_submesh(self.dist_index.tp_dim).get_group()
+        if config.gradient_accumulation_fusion:
+            fused_grads.install(self.param_and_grad_buffer)
+
+    def stop_communication(self) -> None:
+        """Ends every reduction and gather on its way; modules show sharded parameters. **Collective.**"""
+        self.synchronize_gradient_reduce()
+        self.synchronize_param_gather()
+
+    # -- state dicts ----------------------------------------------------------------------------------------------
+    #
+    # Float16Module hides its own name from state dicts by passing the calls on to the model, past the hooks that the engine
+    # has on it. So the standard calls are made here, on it, and its name is taken out of the keys afterwards.
+
+    def state_dict(
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Main weights as DTensors and buffers, named `module.` and the user's name, with or without Float16Module."""
+        wrapped = nn.Module.state_dict(self.module, keep_vars=keep_vars)
+        inner = self._wrapper_prefix()
+        state_dict = {} if destination is None else destination
+        state_dict.update({prefix + _PREFIX + key.removeprefix(inner): value for key, value in wrapped.items()})
+        return state_dict
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """`state_dict()` under the name that megatron-core calls."""
+        return self.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> LoadResult:
+        """Loads a `state_dict()`, or the bare user model's, sharded or full, and makes compute weights current. **Collective.**
+
+        Modules' `_extra_state`, which `state_dict()` leaves out, may be absent.
+
+        Raises:
+            RuntimeError: shapes differ, or with `strict` a key is missing or unexpected.
+        """
+        inner = self._wrapper_prefix()
+        wrapped = {inner + key.removeprefix(_PREFIX): value for key, value in state_dict.items()}
+        missing, unexpected = nn.Module.load_state_dict(self.module, wrapped, strict=False, assign=assign)
+        result = LoadResult(
+            [key.removeprefix(inner) for key in missing if not key.endswith("_extra_state")],
+            [key.removeprefix(inner) for key in unexpected if not key.endswith("_extra_state")],
+        )
+        if strict and any(result):
+            raise RuntimeError(
+                f"the state dict does not fit the model: missing {result.missing_keys}, unexpected {result.unexpected_keys}; "
+                "pass strict=False to load what does"
+            )
+        return result
+
+    def _wrapper_prefix(self) -> str:
+        """What the wrappers between `.module` and the user's model add to a name."""
+        prefix, module = "", self.module
+        while isinstance(module, WRAPPERS):
+            prefix, module = prefix + "module.", module.module
+        return prefix
+
+
+def _check(config: TransformerConfig) -> None:
+    for name, (off, reason) in _REFUSED.items():
+        value = getattr(config, name, off)
+        if value != off:
+            raise NotImplementedError(f"TransformerConfig.{name}={value!r} is not supported with Megatron-FSDP: {reason}. Use {off!r}.")

@@ -1,0 +1,63 @@
+"""The agreement with layers that write their weight's gradient themselves (`gradient_accumulation_fusion`).
+
+In backward such a layer takes `weight.get_main_grad()` and overwrites it with the gradient, sets `grad_added_to_main_grad`, and gives
+autograd a dummy, so that hooks still run.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+
+import torch
+from megatron.core.utils import is_te_min_version
+from torch import nn
+
+from megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
+from megatron_fsdp.state.main_grad import MainGrad
+
+try:
+    import transformer_engine  # noqa: F401
+
+    _HAS_TE = True
+except ImportError:
+    _HAS_TE = False
+
+
+def check(root_params: Sequence[nn.Parameter]) -> None:
+    """Raises NotImplementedError where an overwritten gradient would lose a part."""
+    if root_params:
+        raise NotImplementedError(
+            "gradient_accumulation_fusion with a weight that two modules read (tied embedding, multi-token prediction): "
+            "the second gradient would overwrite the first. Turn the fusion off or untie the weights."
+        )
+    if _HAS_TE and not is_te_min_version("2.10.0"):
+        raise NotImplementedError("gradient_accumulation_fusion needs TransformerEngine 2.10: older ones add to memory that is not zeroed")
+
+
+def install(buffer: ParamAndGradBuffer) -> None:
+    """Gives every trainable parameter, in the form that modules compute with, what such layers look for."""
+    for group in buffer.parameter_groups:
+        if group.main_grad is None:
+            continue
+        for slot, param in enumerate(group.params):
+            param.get_main_grad = _View(weakref.ref(group.main_grad), slot)
+            param.grad_added_to_main_grad = False
+            param.overwrite_main_grad = True
+            # After the engine's hook, which was registered before: the view would keep the whole group's gradients alive.
+            param.register_post_accumulate_grad_hook(_forget_main_grad)
+
+
+@dataclasses.dataclass(frozen=True)
+class _View:
+    """Where one parameter's gradient of this backward goes."""
+
+    main_grad: weakref.ref[MainGrad]
+    slot: int
+
+    def __call__(self) -> torch.Tensor:
+        return self.main_grad().fused_view(self.slot)
+
+
+def _forget_main_grad(param: torch.Tensor) -> None:
+    if hasattr(param, "main_grad"):
+        del param.main_grad

@@ -1,0 +1,325 @@
+"""The root module: build in one pass, then delegate."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp.checkpoint import StateDictHooks
+from megatron_fsdp.config import DistributedDataParallelConfig, MixedPrecisionPolicy, resolve
+from megatron_fsdp.dtensor import make_sharded_param
+from megatron_fsdp.grad_norm import clip_grad_norm
+from megatron_fsdp.machine.allocator import ResizePool, StoragePool
+from megatron_fsdp.machine.device import Device
+from megatron_fsdp.machine.mesh import FSDPDistributedIndex
+from megatron_fsdp.optimizer import owner_reference
+from megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
+from megatron_fsdp.plan.strategy import Placement
+from megatron_fsdp.runtime.build import BuildRequest, build_units, grad_scales, plan_and_check
+from megatron_fsdp.runtime.discovery import resolve_unit_classes
+from megatron_fsdp.runtime.hooks import install_hooks
+from megatron_fsdp.runtime.schedule import Schedule
+from megatron_fsdp.summary import build_summary
+
+logger = logging.getLogger(__name__)
+
+#: Constructor options whose feature is not there: option -> (the value that means off, the reason).
+_NOT_YET = {
+    "keep_fp8_transpose_cache": "the TransformerEngine weight codec is missing",
+    "nccl_ub": "communication buffers are not registered with NCCL",
+    "fsdp_double_buffer": "only the resizing storage pool exists",
+    "fsdp_db_use_persist_buf_on_alloc_fail": "only the resizing storage pool exists",
+    "disable_symmetric_registration": "communication buffers are not registered with NCCL",
+    "enable_fine_grained_param_gather_hook": "weights are gathered unit by unit",
+    "enable_fine_grained_param_gather_backward_hook": "weights are gathered unit by unit",
+    "fine_grained_recurse_module_types": "weights are gathered unit by unit",
+    "report_nan_in_param_grad": "gradients are not inspected",
+}
+
+
+class MegatronFSDP(nn.Module):
+    """A module whose parameters, gradients and optimizer state are sharded over the data-parallel ranks.
+
+    Between steps `parameters()` are DTensors over this rank's rows of the main weights; while a unit computes, its
+    modules hold the full weights. **Collective**: all data-parallel ranks construct it, with the same arguments, and
+    all of them start from the first rank's values.
+
+    Args:
+        module: the model; stays reachable as `.module` and is changed in place.
+        dist_index: meshes and groups.
+        ddp_config: options; None means `optim_grads_params` with both overlaps.
+        mixed_precision_policy: dtypes.
+        fsdp_unit_modules: classes or import paths of the modules that are gathered and released as one. None or empty:
+            the whole model is one unit.
+        disable_bucketing: ignore `ddp_config.bucket_size`.
+        device: where to compute; None: the current CUDA device, or the CPU where there is none.
+        calculate_per_token_loss: sum gradients and leave scaling to the caller.
+        init_model_with_meta_device: the model is on the meta device; initialise it unit by unit with `reset_parameters`.
+        sync_model_each_microbatch: see `set_model_auto_sync`.
+        root_params: parameters that are read outside the forward of the module that owns them (a tied output layer
+            that reads the embedding's weight); they stay gathered while the model computes.
+
+    Raises:
+        ValueError, TypeError, ImportError: a mistake in the arguments; before the first collective, on every rank.
+        NotImplementedError: an option whose feature is not there yet.
+    """
+
+    #: Where temporary storage comes from; tests replace it.
+    pool_class: type[StoragePool] = ResizePool
+
+    def __init__(
+        self,
+        module: nn.Module,
+        dist_index: FSDPDistributedIndex,
+        ddp_config: DistributedDataParallelConfig | None = None,
+        mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+        fsdp_unit_modules: Sequence[type | str] | None = None,
+        disable_bucketing: bool = False,
+        device: torch.device | None = None,
+        calculate_per_token_loss: bool = False,
+        init_model_with_meta_device: bool = False,
+        sync_model_each_microbatch: bool = False,
+        keep_fp8_transpose_cache: bool = False,
+        nccl_ub: bool = False,
+        fsdp_double_buffer: bool = False,
+        fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+        disable_symmetric_registration: bool = False,
+        enable_fine_grained_param_gather_hook: bool = False,
+        enable_fine_grained_param_gather_backward_hook: bool = False,
+        fine_grained_recurse_module_types: Sequence[type] | None = None,
+        report_nan_in_param_grad: bool = False,
+        *,
+        root_params: Collection[nn.Parameter] = (),
+    ):
+        given = locals()
+        for option, reason in _NOT_YET.items():
+            if given[option]:
+                raise NotImplementedError(f"{option}={given[option]!r} is not supported yet: {reason}.")
+        super().__init__()
+        if isinstance(module, MegatronFSDP) or any(hasattr(param, "_megatron_fsdp_owner") for param in module.parameters()):
+            raise ValueError("the module is sharded already; pass the original one.")
+        self.ddp_config = ddp_config or DistributedDataParallelConfig(
+            data_parallel_sharding_strategy="optim_grads_params", overlap_grad_reduce=True, overlap_param_gather=True
+        )
+        self.mp_policy = mixed_precision_policy
+        self.dist_index = dist_index
+        self.fsdp_unit_modules = fsdp_unit_modules
+        self.config_resolved = resolve(
+            self.ddp_config,
+            mixed_precision_policy,
+            calculate_per_token_loss=calculate_per_token_loss,
+            disable_bucketing=disable_bucketing,
+        )
+        self.data_parallel_sharding_strategy = self.config_resolved.inner_strategy
+        machine = Device.current() if device is None else Device(torch.device(device))
+        self.device = machine.torch_device
+        request = BuildRequest(
+            module=module,
+            unit_classes=resolve_unit_classes(fsdp_unit_modules),
+            root_params=tuple(root_params),
+            index=dist_index,
+            config=self.config_resolved,
+            pool=self.pool_class(),
+            device=self.device,
+            from_meta=init_model_with_meta_device,
+        )
+        self._build(request, machine, sync_model_each_microbatch)
+
+    def _build(self, request: BuildRequest, machine: Device, auto_sync: bool) -> None:
+        plans = plan_and_check(request)
+        units = build_units(request, plans)
+        self.module = request.module
+        scales = grad_scales(self.dist_index, self.config_resolved)
+        self._schedule = Schedule(units, self.config_resolved, machine, scales)
+        owner = owner_reference(self)
+        for unit in units:
+            by_raw = {id(param.raw): param for param in unit.params}
+            for group in unit.groups:
+                for slot, raw in enumerate(group.params):
+                    param = by_raw[id(raw)]
+                    param.sharded = make_sharded_param(param, group, slot, self.dist_index)
+                    param.sharded._megatron_fsdp_owner = owner
+                    raw.__fsdp_param__ = True
+            unit.show_sharded()
+        self.param_and_grad_buffer = ParamAndGradBuffer(
+            self._schedule, use_decoupled_grad=self.config_resolved.use_decoupled_grad
+        )
+        self._schedule.on_auto_sync = _WeakCall(owner, "finish_grad_sync")
+        self._hooks = install_hooks(self._schedule)
+        self.state_dict_hooks = StateDictHooks(self._schedule)
+        self.state_dict_hooks.install(self.module)
+        self.set_model_auto_sync(auto_sync)
+        machine.empty_cache()
+        if dist.get_rank() == 0:
+            logger.info("%s", build_summary(self._schedule, self.config_resolved))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward. **Collective**: every rank runs the same units."""
+        return self.module(*args, **kwargs)
+
+    # -- when to synchronize --------------------------------------------------------------------------------------
+
+    @property
+    def model_auto_sync(self) -> bool:
+        """Every backward ends with `finish_grad_sync()`."""
+        return self._schedule.model_auto_sync
+
+    def set_model_auto_sync(self, sync_model: bool = True) -> None:
+        """With `sync_model`, every backward ends with reduced gradients attached to the parameters.
+
+        This overrides `no_sync` and `is_last_microbatch`. Gradient accumulation stays exact: micro-batches add up until
+        `zero_grad`. It costs overlap, and under strategies 0 and 1 a reduction per micro-batch in place of one.
+        """
+        self._schedule.model_auto_sync = sync_model
+
+    @contextlib.contextmanager
+    def sync(self) -> Iterator[None]:
+        """Inside, `model_auto_sync` is on; afterwards it is what it was."""
+        before = self.model_auto_sync
+        self.set_model_auto_sync(True)
+        try:
+            yield
+        finally:
+            self.set_model_auto_sync(before)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, a backward is not the last of its optimization cycle: deferred reductions wait."""
+        self.is_last_microbatch = False
+        try:
+            yield
+        finally:
+            self.is_last_microbatch = True
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """The coming backward is the last of its optimization cycle."""
+        return self._schedule.is_last_microbatch
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, value: bool) -> None:
+        self._schedule.is_last_microbatch = value
+
+    @property
+    def microbatch_count(self) -> int:
+        """Backwards since the last `finish_grad_sync()`."""
+        return self._schedule.microbatch_count
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def start_grad_sync(self, *_: Any) -> None:
+        """Without overlap, starts the reductions that were deferred to the end of the cycle. **Collective**."""
+        if not self.config_resolved.overlap_grad_reduce:
+            self._schedule.finalize_open()
+
+    def synchronize_gradient_reduce(self) -> None:
+        """Ends the cycle's reductions: afterwards gradients are final. **Collective**."""
+        self._schedule.finish_reductions()
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Waits for reductions, attaches gradients to the parameters and releases gathered weights. **Collective**.
+
+        Raises:
+            ValueError: `force_all_reduce`; a sharded gradient is never replicated.
+        """
+        if force_all_reduce:
+            raise ValueError("force_all_reduce=True is for replicated gradients; sharded ones are reduced to their owners.")
+        self.synchronize_gradient_reduce()
+        self.attach_grad_to_optimizer_state()
+        self.synchronize_param_gather()
+        self._schedule.microbatch_count = 0
+
+    def attach_grad_to_optimizer_state(self) -> None:
+        """Sets `.grad` (or `.decoupled_grad`) of every parameter whose gradient is final."""
+        self.param_and_grad_buffer.update_main_grads()
+
+    def zero_grad_buffer(self) -> None:
+        """Forgets all gradients."""
+        self.param_and_grad_buffer.zero_grad()
+
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiplies all gradients."""
+        self.param_and_grad_buffer.scale_gradients(scaling_factor)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales gradients so that their norm over the whole model is at most `max_norm`; returns the norm before.
+
+        **Collective**. Call it once gradients are attached (after `finish_grad_sync`, or any backward with automatic
+        synchronization).
+        """
+        return clip_grad_norm(self.param_and_grad_buffer, max_norm, norm_type)
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def start_param_sync(self, *_: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Starts the gathers that the next forward needs first; with `force_sync`, or without overlap, all that outlive it.
+
+        **Collective**. Optional: whatever is missing is gathered when it is needed. `force_dispatch` is what happens anyway.
+        """
+        if force_sync or not self.config_resolved.overlap_param_gather:
+            self._schedule.gather_all()
+        elif self.config_resolved.gather_in_start_param_sync:
+            self._schedule.gather_ahead()
+
+    def synchronize_param_gather(self) -> None:
+        """Releases gathered weights; modules show sharded parameters."""
+        self._schedule.rest()
+
+    def install_optimized_model_weights(self) -> None:
+        """Makes compute weights follow the main weights. Call it after changing parameters by hand.
+
+        **Collective** if a weight codec is.
+        """
+        self.param_and_grad_buffer.copy_main_weights_to_model_weights()
+
+    @torch.no_grad()
+    def broadcast_params(self) -> None:
+        """Gives replicated parameters the first rank's values; sharded ones have one owner each. **Collective**."""
+        for group in self.param_and_grad_buffer.parameter_groups:
+            for axis, place in zip(group.facts.axes, group.plan.main_weight, strict=True):
+                if axis.size > 1 and place is Placement.REPLICATE:
+                    dist.broadcast(group.main_weight_buffer.data, group=axis.group, group_src=0)
+        self.install_optimized_model_weights()
+
+    def get_distributed_index(self) -> FSDPDistributedIndex:
+        """Meshes and groups."""
+        return self.dist_index
+
+    # -- what cannot be done to a sharded module ------------------------------------------------------------------
+
+    def _apply(self, fn: Any, recurse: bool = True) -> MegatronFSDP:
+        """Refuses to move or cast sharded parameters; a move to where they are is nothing.
+
+        Raises:
+            RuntimeError: the device or a dtype would change.
+        """
+        for dtype in {param.dtype for param in self.parameters()}:
+            probe = torch.empty(0, dtype=dtype, device=self.device)
+            moved = fn(probe)
+            if moved.dtype != dtype or moved.device != probe.device:
+                raise RuntimeError(
+                    f"a sharded model cannot be moved or cast (from {dtype} on {self.device} to {moved.dtype} on "
+                    f"{moved.device}); do it before sharding."
+                )
+        return self
+
+    def __deepcopy__(self, memo: dict) -> MegatronFSDP:
+        raise NotImplementedError("a sharded model cannot be deep-copied; copy the module before sharding, or its state_dict().")
+
+
+class _WeakCall:
+    """Calls a method of an object that it does not keep alive."""
+
+    def __init__(self, owner: weakref.ref, method: str):
+        self._owner = owner
+        self._method = method
+
+    def __call__(self) -> None:
+        getattr(self._owner(), self._method)()

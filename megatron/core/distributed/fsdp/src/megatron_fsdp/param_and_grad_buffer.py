@@ -1,0 +1,93 @@
+"""The groups of a model under the names that megatron-core reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from megatron_fsdp.dtensor import grad_of
+from megatron_fsdp.runtime.schedule import Schedule
+from megatron_fsdp.runtime.unit import ManagedParam
+from megatron_fsdp.state.main_grad import GradState
+from megatron_fsdp.state.param_group import ParamGroup
+
+
+class ParamAndGradBuffer:
+    """Every group's buffers, and what is done to all of them at once."""
+
+    def __init__(self, schedule: Schedule, *, use_decoupled_grad: bool):
+        self._schedule = schedule
+        self._use_decoupled_grad = use_decoupled_grad
+        self.parameter_groups: list[ParamGroup] = [group for unit in schedule.units for group in unit.groups]
+        managed = {id(param.raw): param for unit in schedule.units for param in unit.params}
+        self._members = {id(group): [managed[id(raw)] for raw in group.params] for group in self.parameter_groups}
+        self._shared_grads: dict[int, torch.Tensor] = {}
+        """Gradients that are views of a buffer, by id of the sharded parameter; made once."""
+
+    @property
+    def managed_params(self) -> list[ManagedParam]:
+        """Every parameter, once."""
+        return [param for unit in self._schedule.units for param in unit.params]
+
+    @property
+    def optimizer_named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """(name, sharded parameter) of every parameter, tied ones once."""
+        return [(param.fqn, param.sharded) for param in self.managed_params]
+
+    def trained(self) -> Iterator[tuple[ParamGroup, ManagedParam]]:
+        """Every trainable parameter with its group."""
+        for group in self.parameter_groups:
+            if group.main_grad is not None:
+                for param in self._members[id(group)]:
+                    yield group, param
+
+    def copy_main_weights_to_model_weights(self) -> None:
+        """Makes compute weights follow main weights. **Collective** if a weight codec is."""
+        self._schedule.install()
+
+    @torch.no_grad()
+    def update_main_grads(self) -> None:
+        """Attaches every finalized gradient to its sharded parameter, on every rank; others get None."""
+        for group, param in self.trained():
+            sharded = param.sharded
+            if group.main_grad.state is not GradState.FINAL:
+                sharded.grad = None
+            elif self._use_decoupled_grad:
+                sharded.decoupled_grad = self._shared_grad(group, sharded)
+            elif group.facts.grad_dtype == sharded.dtype:
+                sharded.grad = self._shared_grad(group, sharded)
+            else:
+                sharded.grad = grad_of(sharded, group.main_grad.final, sharded.dtype)
+
+    def _shared_grad(self, group: ParamGroup, sharded: nn.Parameter) -> torch.Tensor:
+        if id(sharded) not in self._shared_grads:
+            self._shared_grads[id(sharded)] = grad_of(sharded, group.main_grad.final, None)
+        return self._shared_grads[id(sharded)]
+
+    def zero_grad(self) -> None:
+        """Empties every gradient buffer and detaches the gradients."""
+        for group, param in self.trained():
+            group.main_grad.reset()
+            param.sharded.grad = None
+            if hasattr(param.sharded, "decoupled_grad"):
+                param.sharded.decoupled_grad = None
+            if hasattr(param.raw, "grad_added_to_main_grad"):
+                param.raw.grad_added_to_main_grad = False
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+        """Multiplies every gradient, attached or still accumulating, by `factor`."""
+        for group in self.parameter_groups:
+            if group.main_grad is not None:
+                group.main_grad.scale(factor)
+        self.update_main_grads()
+
+    def manual_buffer_registration(self) -> None:
+        """Registers communication buffers with NCCL.
+
+        Raises:
+            RuntimeError: `nccl_ub` with `fsdp_manual_registration` is off, so there is nothing to register.
+        """
+        raise RuntimeError("manual_buffer_registration() needs nccl_ub=True and fsdp_manual_registration=True.")

@@ -1,0 +1,1 @@
+"""Layer 0: what the engine decides before any tensor exists (strategies, layouts, groups)."""

@@ -1,0 +1,152 @@
+"""The four strategies as resting placements, and the transitions they imply."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import NamedTuple
+
+
+class Placement(enum.Enum):
+    """How one buffer lies on one data-parallel axis."""
+
+    REPLICATE = "R"
+    """Every rank of the axis holds the same values."""
+    SHARD = "S"
+    """Every rank of the axis holds its contiguous piece."""
+    PARTIAL = "P"
+    """Every rank of the axis holds a summand; the value is their sum."""
+
+
+R, S, P = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL
+
+
+@dataclasses.dataclass(frozen=True)
+class Resting:
+    """Where each buffer rests between steps, on ONE data-parallel axis."""
+
+    weight: Placement
+    main_grad: Placement
+    main_weight: Placement
+
+
+#: The only place where a strategy is more than a name. The same rows serve the outer and the inner axis.
+RESTING: dict[str, Resting] = {
+    #                             weight  main_grad  main_weight
+    "no_shard": Resting(R, P, R),
+    "optim": Resting(R, P, S),
+    "optim_grads": Resting(R, S, S),
+    "optim_grads_params": Resting(S, S, S),
+}
+
+_ALONE = Resting(R, R, R)
+NO_SHARD = "no_shard"
+#: Rows that the public API offers for the outer axis.
+OUTER_STRATEGIES = ("no_shard", "optim")
+
+
+class AxisPair(NamedTuple):
+    """A placement on each of the two data-parallel axes, outer first."""
+
+    outer: Placement
+    inner: Placement
+
+
+REPLICATED = AxisPair(R, R)
+PARTIAL = AxisPair(P, P)
+
+
+def shards_are_contiguous(pair: AxisPair) -> bool:
+    """True if a rank's piece is one contiguous range: along (outer, inner), SHARD is a suffix."""
+    return not (pair.outer is S and pair.inner is not S)
+
+
+@dataclasses.dataclass(frozen=True)
+class StrategyPlan:
+    """Resting placements of one group's buffers on both axes, and the questions that call sites ask."""
+
+    weight: AxisPair
+    main_grad: AxisPair
+    main_weight: AxisPair
+
+    @property
+    def gathers_weights(self) -> bool:
+        """The compute weights are gathered before use and released after it."""
+        return self.weight != REPLICATED
+
+    @property
+    def gathers_after_install(self) -> bool:
+        """After an optimizer step the resting weights are rebuilt by a gather."""
+        return self.weight != self.main_weight
+
+    @property
+    def reduces_each_microbatch(self) -> bool:
+        """Every backward reduces on the inner axis; otherwise gradients accumulate unreduced."""
+        return self.main_grad.inner is S
+
+    @property
+    def defers_reduction(self) -> bool:
+        """Some reduction waits for the last micro-batch of an optimization cycle."""
+        return P in self.main_grad
+
+    @property
+    def shards_anything(self) -> bool:
+        """Some buffer is split over ranks."""
+        return S in (*self.weight, *self.main_grad, *self.main_weight)
+
+    def finalized_grad(self) -> AxisPair:
+        """Where the gradient lies when the optimizer reads it."""
+        return self.main_weight
+
+
+def plan_for(inner: str, outer: str = NO_SHARD, *, inner_size: int = 2, outer_size: int = 1) -> StrategyPlan:
+    """The plan of strategy `inner` on the inner axis and `outer` on the outer axis.
+
+    Args:
+        inner: row of `RESTING` for the inner axis.
+        outer: row of `RESTING` for the outer axis.
+        inner_size: ranks on the inner axis. An axis of one rank has nothing to shard.
+        outer_size: ranks on the outer axis.
+
+    Raises:
+        ValueError: unknown strategy, or SHARD would not be a suffix along (outer, inner).
+    """
+    for name, axis in ((inner, "inner"), (outer, "outer")):
+        if name not in RESTING:
+            raise ValueError(f"unknown {axis} sharding strategy {name!r}; expected one of {list(RESTING)}")
+    rows = (RESTING[outer], RESTING[inner])
+    for field in dataclasses.fields(Resting):
+        pair = AxisPair(*(getattr(row, field.name) for row in rows))
+        if not shards_are_contiguous(pair):
+            raise ValueError(
+                f"outer_dp_sharding_strategy={outer!r} shards {field.name} outside an unsharded inner axis "
+                f"(zero_dp_strategy={inner!r}); use zero_dp_strategy='optim_grads_params'."
+            )
+    # Values on an axis of one rank are whole and final as they are: every transition along it is empty.
+    outer_row = RESTING[outer] if outer_size > 1 else _ALONE
+    inner_row = RESTING[inner] if inner_size > 1 else _ALONE
+    return StrategyPlan(
+        weight=AxisPair(outer_row.weight, inner_row.weight),
+        main_grad=AxisPair(outer_row.main_grad, inner_row.main_grad),
+        main_weight=AxisPair(outer_row.main_weight, inner_row.main_weight),
+    )
+
+
+def moves(source: AxisPair, target: AxisPair) -> tuple[tuple[int, Placement, Placement], ...]:
+    """Single-axis steps (axis, from, to) that take a buffer from `source` to `target`; axis 0 is the outer one.
+
+    Towards SHARD the inner axis is cut first, towards REPLICATE the outer axis is gathered first: the global order of
+    shards is inner-major, so any other order would leave a rank with a piece that is not contiguous.
+    """
+    gathers = any(a is S and b is R for a, b in zip(source, target))
+    order = (0, 1) if gathers else (1, 0)
+    return tuple((axis, source[axis], target[axis]) for axis in order if source[axis] is not target[axis])
+
+
+#: The collective behind each legal single-axis step.
+COLLECTIVE: dict[tuple[Placement, Placement], str] = {
+    (S, R): "all_gather",
+    (P, R): "all_reduce",
+    (P, S): "reduce_scatter",
+    (R, S): "slice",
+}

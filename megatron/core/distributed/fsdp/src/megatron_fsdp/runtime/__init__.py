@@ -1,0 +1,1 @@
+"""Layer 3: when the transitions of the layer below run."""

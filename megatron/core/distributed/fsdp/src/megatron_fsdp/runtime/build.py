@@ -1,0 +1,192 @@
+"""From a module to units with sharded parameters, in one pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp.config import EngineConfig
+from megatron_fsdp.machine.allocator import StoragePool
+from megatron_fsdp.machine.collectives import GradScale
+from megatron_fsdp.machine.mesh import FSDPDistributedIndex
+from megatron_fsdp.plan.grouping import GroupKey, GroupPlan, ParamSpec, plan_groups
+from megatron_fsdp.plan.strategy import NO_SHARD, StrategyPlan, plan_for
+from megatron_fsdp.runtime.discovery import UnitPlan, plan_units
+from megatron_fsdp.runtime.materialize import check_resettable, materialize
+from megatron_fsdp.runtime.unit import Unit
+from megatron_fsdp.state.codec import codec_for
+from megatron_fsdp.state.param_group import GroupFacts, ParamGroup
+from megatron_fsdp.state.param_tags import is_no_shard
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BuildRequest:
+    """What to build units from."""
+
+    module: nn.Module
+    unit_classes: tuple[type, ...]
+    root_params: Collection[nn.Parameter]
+    index: FSDPDistributedIndex
+    config: EngineConfig
+    pool: StoragePool
+    device: torch.device
+    from_meta: bool
+
+
+def plan_and_check(request: BuildRequest) -> list[UnitPlan]:
+    """Units and their parameters. Raises every mistake that the model's shape shows, before anything is communicated.
+
+    Raises:
+        ValueError: see `plan_units` and `check_resettable`; a meta parameter without meta initialisation; expert
+            parameters without an expert mesh; a parameter that no codec handles.
+    """
+    plans = plan_units(request.module, request.unit_classes, request.root_params)
+    params = [param for plan in plans for param in plan.params]
+    on_meta = [param.fqn for param in params if param.raw.is_meta]
+    if on_meta and not request.from_meta:
+        raise ValueError(f"{on_meta[0]} is on the meta device; pass init_model_with_meta_device=True, or initialise the model first.")
+    if request.from_meta:
+        check_resettable(plans)
+    experts = [param.fqn for param in params if _is_expert(param.raw)]
+    if experts and request.index.expt_fsdp_group is None:
+        raise ValueError(f"{experts[0]} is an expert parameter (allreduce=False); pass expt_device_mesh.")
+    for param in params:
+        codec_for(param.raw)
+        if not param.raw.is_floating_point():
+            raise ValueError(f"{param.fqn} has dtype {param.raw.dtype}; parameters must be floating-point.")
+    return plans
+
+
+def build_units(request: BuildRequest, plans: list[UnitPlan]) -> list[Unit]:
+    """Shards every unit, one after the other, so that at most one is whole beside what the caller holds. **Collective**."""
+    units = []
+    for plan in plans:
+        if request.from_meta:
+            materialize(plan, request.device)
+        groups = [_make_group(plan, request, number, group) for number, group in enumerate(_plan_groups(plan, request))]
+        for group in groups:
+            group.load_initial(_Source(request, group.facts.is_expert))
+        units.append(Unit(plan.fqn, plan.module, groups, plan.params, is_root=plan.is_root))
+    _agree_on_buffers(request)
+    return units
+
+
+def grad_scales(index: FSDPDistributedIndex, config: EngineConfig) -> dict[bool, GradScale]:
+    """How gradients are averaged, by `is_expert`; experts too are averaged over the dense data-parallel ranks."""
+    if config.calculate_per_token_loss:
+        scale = GradScale(1.0, average=False)
+        return {False: scale, True: scale}
+    size = index.get_dp_group().size()
+    if not config.average_in_collective:
+        scale = GradScale(1.0 / size, average=False, fused=config.gradient_reduce_div_fusion)
+        return {False: scale, True: scale}
+    experts = index.get_dp_group(is_expert_parallel=True) if index.expt_fsdp_group is not None else None
+    expert_factor = experts.size() / size if experts is not None else 1.0
+    return {False: GradScale(1.0, average=True), True: GradScale(expert_factor, average=True)}
+
+
+def _is_expert(param: nn.Parameter) -> bool:
+    return not getattr(param, "allreduce", True)
+
+
+def _plan_groups(plan: UnitPlan, request: BuildRequest) -> tuple[GroupPlan, ...]:
+    specs = []
+    for param in plan.params:
+        codec = codec_for(param.raw)
+        key = GroupKey(
+            codec=(type(codec).__name__, codec.planes(param.raw)),
+            dtype=codec.grad_dtype(param.raw),
+            requires_grad=param.raw.requires_grad,
+            is_expert=_is_expert(param.raw),
+            is_replicated=is_no_shard(param.raw) or param.raw.dim() == 0,
+        )
+        specs.append(ParamSpec(tuple(param.raw.shape), key, codec.atom_rows(param.raw)))
+    shards = {is_expert: _shard_count(request, is_expert) for is_expert in {spec.key.is_expert for spec in specs}}
+    return plan_groups(specs, shards, request.config.bucket_numel if plan.is_root else None)
+
+
+def _strategy(request: BuildRequest, is_expert: bool, is_replicated: bool = False) -> StrategyPlan:
+    outer, inner = request.index.axes(is_expert)
+    config = request.config
+    return plan_for(
+        NO_SHARD if is_replicated else config.inner_strategy,
+        NO_SHARD if is_replicated else config.outer_strategy,
+        inner_size=inner.size,
+        outer_size=outer.size,
+    )
+
+
+def _shard_count(request: BuildRequest, is_expert: bool) -> int:
+    """Into how many pieces the finest buffer is cut."""
+    axes = request.index.axes(is_expert)
+    plan = _strategy(request, is_expert)
+    count = 1
+    for position, axis in enumerate(axes):
+        if any(pair[position].value == "S" for pair in (plan.weight, plan.main_grad, plan.main_weight)):
+            count *= axis.size
+    return count
+
+
+def _make_group(plan: UnitPlan, request: BuildRequest, number: int, group: GroupPlan) -> ParamGroup:
+    params = tuple(plan.params[i].raw for i in group.members)
+    codec = codec_for(params[0])
+    precision = request.config.precision
+    main_grads_dtype = precision.main_grads_dtype or codec.grad_dtype(params[0])
+    is_frozen = not group.key.requires_grad
+    facts = GroupFacts(
+        name=f"{plan.fqn or 'root'}:{number}",
+        params=params,
+        fqns=tuple(plan.params[i].fqn for i in group.members),
+        layout=group.layout,
+        plan=_strategy(request, group.key.is_expert, group.key.is_replicated),
+        axes=request.index.axes(group.key.is_expert),
+        codec=codec,
+        # A frozen weight is never updated: a second copy in another dtype would be memory for nothing.
+        main_dtype=params[0].dtype if is_frozen else precision.main_params_dtype or params[0].dtype,
+        grad_dtype=main_grads_dtype,
+        comm_dtype=precision.grad_comm_dtype or main_grads_dtype,
+        requires_grad=group.key.requires_grad,
+        is_expert=group.key.is_expert,
+        is_replicated=group.key.is_replicated,
+        device=request.device,
+    )
+    return ParamGroup(facts, request.pool)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """Where initial values come from: the first data-parallel rank, so that no two ranks or strategies can differ."""
+
+    request: BuildRequest
+    is_expert: bool
+
+    def __call__(self, full: torch.Tensor) -> torch.Tensor:
+        """`full` on the engine's device with the first rank's values. **Collective**."""
+        full = full.to(self.request.device)
+        _broadcast(full, self.request.index.get_dp_group(self.is_expert))
+        return full
+
+
+@torch.no_grad()
+def _agree_on_buffers(request: BuildRequest) -> None:
+    for module in request.module.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            moved = buffer.to(request.device)
+            module._buffers[name] = moved
+            _broadcast(moved, request.index.get_dp_group())
+
+
+def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    if group.size() == 1 or tensor.numel() == 0:
+        return
+    dense = tensor.contiguous()
+    payload = dense.view(torch.uint8) if dense.dtype.itemsize == 1 and dense.dtype is not torch.bool else dense
+    dist.broadcast(payload, group=group, group_src=0)
+    if dense.data_ptr() != tensor.data_ptr():
+        tensor.copy_(dense)

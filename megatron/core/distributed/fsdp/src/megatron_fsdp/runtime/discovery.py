@@ -1,0 +1,134 @@
+"""Which module is a unit, and which unit owns each parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+
+from torch import nn
+
+from megatron_fsdp.runtime.unit import ManagedParam, Place
+
+#: A module outside every named unit that directly owns this many elements (an embedding, an output layer) becomes a
+#: unit of its own: as a part of the root it would stay gathered from the first layer's forward to its backward.
+LARGE_LEFTOVER_NUMEL = 1 << 22
+
+
+@dataclasses.dataclass
+class UnitPlan:
+    """A unit before its groups exist."""
+
+    fqn: str
+    module: nn.Module
+    params: list[ManagedParam]
+    is_root: bool
+
+
+def resolve_unit_classes(unit_modules: Sequence[type | str] | None) -> tuple[type, ...]:
+    """Unit classes, with import paths resolved.
+
+    Raises:
+        ImportError: a path does not lead to anything.
+        TypeError: an entry is neither a module class nor a path to one.
+    """
+    classes = []
+    for entry in unit_modules or ():
+        found = _import(entry) if isinstance(entry, str) else entry
+        if not (isinstance(found, type) and issubclass(found, nn.Module)):
+            raise TypeError(f"fsdp_unit_modules holds {entry!r}; expected torch.nn.Module classes or import paths of such.")
+        classes.append(found)
+    return tuple(classes)
+
+
+def _import(path: str) -> object:
+    module_path, _, name = path.rpartition(".")
+    try:
+        # Nested classes need attributes after the module; the longest importable prefix is the module.
+        found = importlib.import_module(module_path) if module_path else None
+        return getattr(found, name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ImportError(
+            f"fsdp_unit_modules holds {path!r}, which cannot be imported ({error}); "
+            "give the full dotted path of a module class, or the class itself."
+        ) from error
+
+
+def plan_units(
+    root: nn.Module, classes: tuple[type, ...], root_params: Collection[nn.Parameter] = ()
+) -> list[UnitPlan]:
+    """Units in the order of `root.modules()`, the root first; every parameter belongs to exactly one.
+
+    A parameter belongs to the innermost unit that contains every module that holds it, so a tied one moves up to
+    the common ancestor. `root_params` are read outside their owner's forward and belong to the root.
+
+    Raises:
+        ValueError: `classes` match no module of `root`.
+    """
+    names = {module: name for name, module in root.named_modules()}
+    unit_modules = [module for module in names if isinstance(module, classes)] if classes else []
+    if classes and not unit_modules:
+        wanted = ", ".join(cls.__name__ for cls in classes)
+        present = ", ".join(sorted({type(module).__name__ for module in names}))
+        raise ValueError(f"no module of {type(root).__name__} is a {wanted}; classes present are: {present}.")
+    if classes:
+        unit_modules += _large_leftovers(root, unit_modules, {id(param) for param in root_params})
+    chosen = {root, *unit_modules}
+    plans = {module: UnitPlan(names[module], module, [], module is root) for module in names if module in chosen}
+    for param in _managed_params(root):
+        owner = root if any(param.raw is other for other in root_params) else _owner(param, plans, names, root)
+        plans[owner].params.append(param)
+    return [plan for plan in plans.values() if plan.params or plan.is_root]
+
+
+def _large_leftovers(root: nn.Module, units: list[nn.Module], excluded: set[int]) -> list[nn.Module]:
+    """Modules outside `units` that directly own a large parameter which no other module shares."""
+    inside = {module for unit in units for module in unit.modules()}
+    holders: dict[int, int] = {}
+    for module in root.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                holders[id(param)] = holders.get(id(param), 0) + 1
+    found = []
+    for module in root.modules():
+        own = [param for param in module._parameters.values() if param is not None]
+        is_private = all(holders[id(param)] == 1 and id(param) not in excluded for param in own)
+        is_large = sum(param.numel() for param in own) >= LARGE_LEFTOVER_NUMEL
+        if module is not root and module not in inside and own and is_private and is_large:
+            found.append(module)
+    return found
+
+
+def _managed_params(root: nn.Module) -> Iterable[ManagedParam]:
+    """One entry per parameter object, in registration order."""
+    found: dict[int, tuple[nn.Parameter, list[str], list[Place]]] = {}
+    for module_name, module in root.named_modules():
+        for name, param in module._parameters.items():
+            if param is None:
+                continue
+            _, fqns, places = found.setdefault(id(param), (param, [], []))
+            fqns.append(f"{module_name}.{name}" if module_name else name)
+            places.append(Place(weakref.ref(module), name))
+    return [ManagedParam(param, tuple(fqns), tuple(places)) for param, fqns, places in found.values()]
+
+
+def _owner(
+    param: ManagedParam, plans: dict[nn.Module, UnitPlan], names: dict[nn.Module, str], root: nn.Module
+) -> nn.Module:
+    """The innermost unit module above every module that holds `param`."""
+    units_by_name = {plan.fqn: module for module, plan in plans.items()}
+    chains = [_chain(fqn.rpartition(".")[0], units_by_name) for fqn in param.fqns]
+    common = [name for name in chains[0] if all(name in chain for chain in chains[1:])]
+    return units_by_name[common[0]] if common else root
+
+
+def _chain(module_name: str, units_by_name: dict[str, nn.Module]) -> list[str]:
+    """Names of the units that contain `module_name`, innermost first."""
+    chain = []
+    while True:
+        if module_name in units_by_name:
+            chain.append(module_name)
+        if not module_name:
+            return chain
+        module_name = module_name.rpartition(".")[0]

@@ -1,0 +1,149 @@
+"""A module, its groups, its phase."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import weakref
+
+import torch
+from torch import nn
+
+from megatron_fsdp.machine.device import Event
+from megatron_fsdp.state.param_group import ParamGroup
+
+
+class Phase(enum.Enum):
+    """Where a unit stands in a step."""
+
+    RESTING = enum.auto()
+    FORWARD = enum.auto()
+    BACKWARD = enum.auto()
+
+
+#: A forward may run inside backward (recomputation), and a unit may be called again before its backward.
+_LEGAL = frozenset(
+    {
+        (Phase.RESTING, Phase.FORWARD),
+        (Phase.FORWARD, Phase.RESTING),
+        (Phase.FORWARD, Phase.FORWARD),
+        (Phase.FORWARD, Phase.BACKWARD),
+        (Phase.RESTING, Phase.BACKWARD),
+        (Phase.BACKWARD, Phase.BACKWARD),
+        (Phase.BACKWARD, Phase.RESTING),
+        (Phase.RESTING, Phase.RESTING),
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One name under which a module holds a parameter. The module is not kept alive."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+
+    def hold(self, param: nn.Parameter) -> None:
+        """Makes the module hold `param` under this name."""
+        module = self.module()
+        if module is not None:
+            # Not setattr: registering a parameter checks and reorders, and this runs for every parameter of every unit.
+            module._parameters[self.name] = param
+
+
+@dataclasses.dataclass
+class ManagedParam:
+    """A parameter in its two forms, and every place that shows it."""
+
+    raw: nn.Parameter
+    """Full shape; what modules compute with while its unit is gathered."""
+    fqns: tuple[str, ...]
+    """Every name under the root module; the first one is canonical."""
+    places: tuple[Place, ...]
+    sharded: nn.Parameter | None = None
+    """The DTensor over this rank's part of the main weight; what users and optimizers hold."""
+
+    @property
+    def fqn(self) -> str:
+        """The canonical name."""
+        return self.fqns[0]
+
+
+class Unit:
+    """Parameters that are gathered, released and reduced together, with the module whose calls say when."""
+
+    def __init__(self, fqn: str, module: nn.Module, groups: list[ParamGroup], params: list[ManagedParam], *, is_root: bool):
+        self.fqn = fqn
+        self.module = weakref.ref(module)
+        self.groups = groups
+        self.params = params
+        self.is_root = is_root
+        self.phase = Phase.RESTING
+        self.trainable = [param.raw for param in params if param.raw.requires_grad]
+        self.has_frozen = len(self.trainable) < len(params)
+        self.gather_event: Event | None = None
+        self.calls = 0
+        """Forward calls since the root's last one began."""
+        self.is_called_repeatedly = False
+        """Seen more than once in one forward of the root: its gradients come in several parts."""
+        self.pending = len(self.trainable)
+        """Trainable parameters whose gradient is still to come in this backward."""
+        self.is_reduced = False
+        """Its gradients of this backward have been handed to the reduction."""
+        self.is_ready = False
+        """Its gradients of this backward are complete."""
+        self.shows_raw = True
+        """Modules hold the full parameters."""
+
+    @property
+    def label(self) -> str:
+        """Name for messages."""
+        return self.fqn or "(root)"
+
+    @property
+    def needs_gather(self) -> bool:
+        """Some group would communicate to be readable."""
+        return any(group.needs_gather for group in self.groups)
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Every group is readable in full (its gather may still be running)."""
+        return all(group.is_unsharded for group in self.groups)
+
+    def enter(self, phase: Phase) -> None:
+        """Changes phase.
+
+        Raises:
+            RuntimeError: the move is impossible, so hooks ran in an order that the schedule does not know.
+        """
+        if (self.phase, phase) not in _LEGAL:
+            raise RuntimeError(f"unit {self.label} cannot go from {self.phase.name} to {phase.name}")
+        self.phase = phase
+
+    def show_raw(self) -> None:
+        """Lets modules see the full parameters."""
+        if not self.shows_raw:
+            self._show("raw")
+            self.shows_raw = True
+
+    def show_sharded(self) -> None:
+        """Lets modules, and so users and optimizers, see the sharded parameters."""
+        if self.shows_raw:
+            self._show("sharded")
+            self.shows_raw = False
+
+    def _show(self, form: str) -> None:
+        for param in self.params:
+            for place in param.places:
+                place.hold(getattr(param, form))
+
+    def begin_backward_accounting(self) -> None:
+        """Expects one gradient per trainable parameter again."""
+        self.pending = len(self.trainable)
+        self.is_reduced = False
+        self.is_ready = False
+
+    @torch.no_grad()
+    def has_stray_grads(self) -> bool:
+        """Gradients arrived after the unit had been reduced."""
+        return any(raw.grad is not None for raw in self.trainable)

@@ -1,0 +1,137 @@
+"""How compute weights are stored and refreshed from main weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp.machine.torch_compat import foreach_copy_
+
+
+@dataclasses.dataclass(frozen=True)
+class Plane:
+    """One stored form of a group's compute weights; one element per parameter element."""
+
+    name: str
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One parameter's rows on this rank, in the main weight and in every plane of the compute weight."""
+
+    param: torch.nn.Parameter
+    main: torch.Tensor
+    """(rows, *rest) in the main dtype; zero rows where the rank owns none."""
+    planes: tuple[torch.Tensor, ...]
+    """The same rows of each plane, in the plane's dtype."""
+
+
+class WeightCodec(Protocol):
+    """How a group's compute weights are stored and refreshed. Stateless; one object serves every group."""
+
+    def handles(self, param: torch.nn.Parameter) -> bool:
+        """True if this codec stores `param`."""
+
+    def planes(self, param: torch.nn.Parameter) -> tuple[Plane, ...]:
+        """The stored forms; parameters of one group agree on them."""
+
+    def grad_dtype(self, param: torch.nn.Parameter) -> torch.dtype:
+        """Dtype in which autograd delivers this parameter's gradient."""
+
+    def atom_rows(self, param: torch.nn.Parameter) -> int:
+        """Rows that must stay on one rank for this format."""
+
+    def initial_main(self, param: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        """The full main weight to start from, shaped as the parameter."""
+
+    def bind(self, param: torch.nn.Parameter, views: tuple[torch.Tensor, ...]) -> None:
+        """Makes `views` (full shape, one per plane) the parameter's storage from now on."""
+
+    def encode(self, shards: Sequence[Shard], groups: Sequence[dist.ProcessGroup]) -> None:
+        """Refreshes every plane from the main weights. **Collective** over `groups` if the format needs statistics
+        of whole parameters: every rank calls it with the same parameters in the same order, and the maximum over a
+        parameter is the maximum over `groups`, one after the other."""
+
+    def planes_for(self, *, backward: bool) -> tuple[str, ...]:
+        """Names of the planes that forward or backward reads."""
+
+    def after_gather(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Builds what is derived from the gathered planes."""
+
+    def after_release(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Drops what was derived from the gathered planes."""
+
+
+class PlainCodec:
+    """Weights stored in the parameter's own dtype: encoding is a cast."""
+
+    def handles(self, param: torch.nn.Parameter) -> bool:
+        """Every parameter whose class is torch's own."""
+        return type(param.data) is torch.Tensor
+
+    def planes(self, param: torch.nn.Parameter) -> tuple[Plane, ...]:
+        """One plane in the parameter's dtype."""
+        return (Plane("weight", param.dtype),)
+
+    def grad_dtype(self, param: torch.nn.Parameter) -> torch.dtype:
+        """The parameter's dtype."""
+        return param.dtype
+
+    def atom_rows(self, param: torch.nn.Parameter) -> int:
+        """Any row boundary will do."""
+        return 1
+
+    def initial_main(self, param: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        """The parameter's values; cast when they are copied into the main weight."""
+        return param.data
+
+    def bind(self, param: torch.nn.Parameter, views: tuple[torch.Tensor, ...]) -> None:
+        """Points the parameter at the view."""
+        # Through `.data`: a Parameter made of the view would share its version counter with the buffer, and autograd
+        # would take the re-gather before backward for an in-place change of a saved tensor.
+        param.data = views[0]
+
+    def encode(self, shards: Sequence[Shard], groups: Sequence[dist.ProcessGroup]) -> None:
+        """Casts; nothing to do where the main weight is the compute weight."""
+        pairs = [(shard.planes[0], shard.main) for shard in shards if shard.main.numel()]
+        pairs = [(plane, main) for plane, main in pairs if plane.data_ptr() != main.data_ptr()]
+        if pairs:
+            foreach_copy_([plane for plane, _ in pairs], [main for _, main in pairs])
+
+    def planes_for(self, *, backward: bool) -> tuple[str, ...]:
+        """The same plane in both directions."""
+        return ("weight",)
+
+    def after_gather(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Nothing is derived."""
+
+    def after_release(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Nothing is derived."""
+
+
+_CODECS: list[WeightCodec] = [PlainCodec()]
+
+
+def register_codec(codec: WeightCodec) -> None:
+    """Adds a codec; later ones are asked first."""
+    _CODECS.insert(0, codec)
+
+
+def codec_for(param: torch.nn.Parameter) -> WeightCodec:
+    """The codec that stores `param`.
+
+    Raises:
+        ValueError: no codec knows the parameter's class.
+    """
+    for codec in _CODECS:
+        if codec.handles(param):
+            return codec
+    raise ValueError(
+        f"no weight codec handles parameters of class {type(param.data).__name__}; "
+        "shard a plain Parameter, or register a codec for this class."
+    )

@@ -1,0 +1,124 @@
+"""One layout, one tensor, one placement; per-parameter views."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from megatron_fsdp.machine import collectives
+from megatron_fsdp.machine.collectives import NO_SCALE, Axis, GradScale
+from megatron_fsdp.plan.layout import Layout, RowRange
+from megatron_fsdp.plan.strategy import COLLECTIVE, AxisPair, Placement, moves
+
+Axes = tuple[Axis, Axis]
+"""The (outer, inner) data-parallel axes."""
+
+
+def piece_bounds(layout: Layout, axes: Axes, placement: AxisPair) -> tuple[int, int]:
+    """Elements [lo, hi) of the global buffer that this rank holds under `placement`; shards are inner-major."""
+    lo, hi = 0, layout.size
+    for axis, place in ((axes[1], placement.inner), (axes[0], placement.outer)):
+        if place is Placement.SHARD:
+            step = (hi - lo) // axis.size
+            lo, hi = lo + axis.rank * step, lo + (axis.rank + 1) * step
+    return lo, hi
+
+
+@dataclasses.dataclass
+class FlatBuffer:
+    """This rank's part of one flat buffer."""
+
+    layout: Layout
+    axes: Axes
+    placement: AxisPair
+    data: torch.Tensor
+    """1-D; elements [lo, hi) of the global buffer."""
+
+    @classmethod
+    def empty(
+        cls, layout: Layout, axes: Axes, placement: AxisPair, dtype: torch.dtype, device: torch.device
+    ) -> FlatBuffer:
+        """A buffer of this rank's size under `placement`, contents undefined."""
+        lo, hi = piece_bounds(layout, axes, placement)
+        return cls(layout, axes, placement, torch.empty(hi - lo, dtype=dtype, device=device))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the elements."""
+        return self.data.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank holds."""
+        return self.data.numel() * self.data.element_size()
+
+    @property
+    def is_data_distributed(self) -> bool:
+        """True if this rank holds less than the whole buffer."""
+        return self.data.numel() < self.layout.size
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Elements [lo, hi) of the global buffer held here."""
+        return piece_bounds(self.layout, self.axes, self.placement)
+
+    def rows(self, slot: int) -> RowRange:
+        """Rows of parameter `slot` held here."""
+        return self.layout.rows_on(slot, *self.bounds)
+
+    def view(self, slot: int) -> torch.Tensor:
+        """This rank's rows of parameter `slot`, shape (rows, *shape[1:]); zero rows if it owns none. Shares storage."""
+        rows = self.rows(slot)
+        place = self.layout.slots[slot]
+        shape = (rows.count, *place.shape[1:]) if place.shape else ()
+        offset = rows.start - self.bounds[0] if rows.count else 0
+        return self.data[offset : offset + math.prod(shape)].view(shape)
+
+    def part(self, placement: AxisPair) -> FlatBuffer:
+        """The piece of this buffer that `placement` leaves to this rank. Shares storage."""
+        lo, hi = piece_bounds(self.layout, self.axes, placement)
+        base = self.bounds[0]
+        return FlatBuffer(self.layout, self.axes, placement, self.data[lo - base : hi - base])
+
+    def gather_from(self, source: FlatBuffer) -> None:
+        """Fills this buffer from `source`, which holds a smaller piece (perhaps a part of this buffer). **Collective**."""
+        current = source
+        steps = moves(source.placement, self.placement)
+        for number, (axis, before, after) in enumerate(steps):
+            assert COLLECTIVE[before, after] == "all_gather", (source.placement, self.placement)
+            placement = _with_axis(current.placement, axis, after)
+            # Every stage but the last lands in its own slice of this buffer, so no stage needs memory of its own.
+            target = self if number == len(steps) - 1 else self.part(placement)
+            _all_gather(target.data, current.data, self.axes[axis])
+            current = FlatBuffer(self.layout, self.axes, placement, target.data)
+
+    def reduce_to(self, placement: AxisPair, scale: GradScale = NO_SCALE) -> FlatBuffer:
+        """Reduces in place to `placement` and returns that part of this buffer. **Collective**; overwrites the rest."""
+        current = self
+        for axis, before, after in moves(self.placement, placement):
+            target_placement = _with_axis(current.placement, axis, after)
+            kind = COLLECTIVE[before, after]
+            if kind == "all_reduce":
+                collectives.all_reduce(current.data, self.axes[axis], scale)
+                current = FlatBuffer(self.layout, self.axes, target_placement, current.data)
+            else:
+                assert kind == "reduce_scatter", (self.placement, placement)
+                target = current.part(target_placement)
+                collectives.reduce_scatter(target.data, current.data, self.axes[axis], scale)
+                current = target
+            # The factor belongs to the whole reduction: whatever comes after only adds.
+            scale = dataclasses.replace(scale, pre=1.0)
+        return current
+
+
+def _with_axis(pair: AxisPair, axis: int, placement: Placement) -> AxisPair:
+    return pair._replace(**{("outer", "inner")[axis]: placement})
+
+
+def _all_gather(out: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
+    if out.dtype.itemsize == 1:
+        # Gloo knows no float8; bytes are bytes on every backend.
+        out, shard = out.view(torch.uint8), shard.view(torch.uint8)
+    collectives.all_gather(out, shard, axis)

@@ -1,0 +1,169 @@
+"""One group's gradient from autograd to the optimizer: accumulate, reduce, finalize."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_fsdp.machine.allocator import StoragePool
+from megatron_fsdp.machine.collectives import GradScale
+from megatron_fsdp.machine.torch_compat import foreach_add_, foreach_copy_, foreach_zero_
+from megatron_fsdp.plan.strategy import PARTIAL, AxisPair
+from megatron_fsdp.state.flat_buffer import FlatBuffer
+
+if TYPE_CHECKING:
+    from megatron_fsdp.state.param_group import GroupFacts
+
+
+class GradState(enum.Enum):
+    """What the gradient buffer holds."""
+
+    EMPTY = enum.auto()
+    """Nothing: the next gradient overwrites it."""
+    ACCUMULATING = enum.auto()
+    """A sum of micro-batches in its resting placement, some reduction still to come."""
+    FINAL = enum.auto()
+    """The reduced sum, in the main weight's placement."""
+
+
+class MainGrad:
+    """The main gradient of one trainable group.
+
+    Reducing twice in one optimization cycle is exact under every strategy: the buffer knows when it is final, and a
+    new cycle then sets the final part aside and adds it again at the end. (Scaling it by the number of ranks and
+    reducing it again would change a third of fp32 values at 3 ranks.)
+    """
+
+    def __init__(self, facts: GroupFacts, pool: StoragePool):
+        self._facts = facts
+        self._pool = pool
+        self._plan = facts.plan
+        self.buffer = FlatBuffer.empty(facts.layout, facts.axes, facts.plan.main_grad, facts.grad_dtype, facts.device)
+        self.final = self.buffer.part(facts.plan.finalized_grad())
+        """The part of the buffer that the optimizer reads once the state is FINAL."""
+        self.state = GradState.EMPTY
+        self._aside: torch.Tensor | None = None
+        self._staged: FlatBuffer | None = None
+
+    # -- from autograd ------------------------------------------------------------------------------------------
+
+    def fused_view(self, slot: int) -> torch.Tensor:
+        """Where a fused weight-gradient kernel writes parameter `slot`'s gradient of this backward, full shape."""
+        return self._stage().view(slot)
+
+    def _stage(self) -> FlatBuffer:
+        """This backward's unreduced gradients, whole, in the dtype in which they travel."""
+        if self._staged is None:
+            data = self._pool.scratch(self._facts.layout.size, self._facts.comm_dtype, self._facts.device)
+            self._staged = FlatBuffer(self._facts.layout, self._facts.axes, PARTIAL, data)
+        return self._staged
+
+    @torch.no_grad()
+    def collect(self) -> FlatBuffer | None:
+        """Takes the gradients that autograd left on the parameters, zero where it left none.
+
+        Returns:
+            The staged gradients to be reduced, or None if they were added to the accumulation buffer.
+        """
+        if self._plan.reduces_each_microbatch:
+            self._write(self._stage(), accumulate=False)
+            staged, self._staged = self._staged, None
+            return staged
+        self._restart_if_final()
+        if self._staged is not None:  # fused kernels overwrite, so their gradients came through a buffer of their own
+            self._write(self._staged, accumulate=False)
+            self._add(self.buffer.data, self._staged.data)
+            self._staged = None
+        else:
+            self._write(self.buffer, accumulate=self.state is not GradState.EMPTY)
+        self.state = GradState.ACCUMULATING
+        return None
+
+    def _write(self, target: FlatBuffer, *, accumulate: bool) -> None:
+        """Moves `param.grad` of every parameter into `target`, in one batched copy or addition."""
+        views, grads, untouched = [], [], []
+        for slot, param in enumerate(self._facts.params):
+            if param.grad is not None and not getattr(param, "grad_added_to_main_grad", False):
+                views.append(target.view(slot))
+                grads.append(param.grad)
+            elif not getattr(param, "grad_added_to_main_grad", False):
+                untouched.append(target.view(slot))
+            param.grad = None
+            if hasattr(param, "grad_added_to_main_grad"):
+                param.grad_added_to_main_grad = False
+        if accumulate:
+            if views:
+                foreach_add_(views, [grad.to(target.dtype) for grad in grads])
+            return
+        if views:
+            foreach_copy_(views, grads)
+        if untouched:
+            foreach_zero_(untouched)
+
+    def _restart_if_final(self) -> None:
+        """Opens a finalized buffer for accumulation, its reduced part set aside."""
+        if self.state is GradState.FINAL and self._plan.defers_reduction:
+            self._aside = self.final.data.clone()
+            self.state = GradState.EMPTY
+
+    # -- across ranks -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def reduce(self, staged: FlatBuffer, scale: GradScale) -> None:
+        """Reduces staged gradients to the resting placement and adds them there. **Collective**."""
+        self._restart_if_final()
+        inner_only = AxisPair(staged.placement.outer, self._plan.main_grad.inner)
+        shard = staged.reduce_to(inner_only, scale)
+        self._add(self.buffer.data, shard.data)
+        self.state = GradState.ACCUMULATING
+
+    def _add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if self.state is GradState.EMPTY:
+            target.copy_(source)
+        else:
+            target.add_(source)
+
+    @torch.no_grad()
+    def finalize(self, scale: GradScale) -> None:
+        """Ends an accumulation: performs the reductions that were deferred. **Collective** if there are any.
+
+        Args:
+            scale: of the whole reduction; not applied again to what `reduce` has scaled already.
+        """
+        assert self.state is GradState.ACCUMULATING, self.state
+        if self._plan.defers_reduction:
+            if self._plan.reduces_each_microbatch:
+                scale = GradScale(1.0, scale.average, scale.fused)
+            self._reduce_deferred(scale)
+        if self._aside is not None:
+            self.final.data.add_(self._aside)
+            self._aside = None
+        self.state = GradState.FINAL
+
+    def _reduce_deferred(self, scale: GradScale) -> None:
+        target = self._plan.finalized_grad()
+        if self._facts.comm_dtype == self.buffer.dtype:
+            self.buffer.reduce_to(target, scale)
+            return
+        data = self._pool.scratch(self.buffer.data.numel(), self._facts.comm_dtype, self._facts.device)
+        data.copy_(self.buffer.data)
+        wire = FlatBuffer(self.buffer.layout, self.buffer.axes, self.buffer.placement, data)
+        # Copied, never added: the source of this reduction is the buffer itself.
+        self.final.data.copy_(wire.reduce_to(target, scale).data)
+
+    def reset(self) -> None:
+        """Forgets the gradient: the next one overwrites it, so nothing needs to be zeroed."""
+        self.state = GradState.EMPTY
+        self._aside = None
+        self._staged = None
+
+    def scale(self, factor: float | torch.Tensor) -> None:
+        """Multiplies what has been accumulated by `factor`."""
+        if self.state is GradState.FINAL:
+            self.final.data.mul_(factor)
+        elif self.state is GradState.ACCUMULATING:
+            self.buffer.data.mul_(factor)
+            if self._aside is not None:
+                self._aside.mul_(factor)

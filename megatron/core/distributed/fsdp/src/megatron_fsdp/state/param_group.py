@@ -1,0 +1,187 @@
+"""One group's weight, main weight and main gradient through the four transitions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megatron_fsdp.machine.allocator import StoragePool
+from megatron_fsdp.plan.layout import Layout
+from megatron_fsdp.plan.strategy import REPLICATED, StrategyPlan
+from megatron_fsdp.state.codec import Shard, WeightCodec
+from megatron_fsdp.state.flat_buffer import Axes, FlatBuffer
+from megatron_fsdp.state.main_grad import MainGrad
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupFacts:
+    """What a group is made from."""
+
+    name: str
+    params: tuple[torch.nn.Parameter, ...]
+    """The original parameters: full shape while gathered, one slot of the layout each."""
+    fqns: tuple[str, ...]
+    layout: Layout
+    plan: StrategyPlan
+    axes: Axes
+    codec: WeightCodec
+    main_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    """Dtype in which gradients accumulate."""
+    comm_dtype: torch.dtype
+    """Dtype in which gradients travel."""
+    requires_grad: bool
+    is_expert: bool
+    is_replicated: bool
+    device: torch.device
+
+
+class ParamGroup:
+    """Parameters that are gathered, released and reduced by one collective each.
+
+    The buffers carry the names that megatron-core reads: `model_weight_buffer`, `main_weight_buffer`,
+    `main_grad_buffer`. Where the main weight has the dtype and values of the compute weight, both are one storage.
+    """
+
+    def __init__(self, facts: GroupFacts, pool: StoragePool):
+        self.facts = facts
+        self.params = facts.params
+        self.plan = facts.plan
+        self.layout = facts.layout
+        self._pool = pool
+        planes = facts.codec.planes(facts.params[0])
+        self._weights = tuple(self._empty(facts.plan.weight, plane.dtype) for plane in planes)
+        self._shares_main = len(planes) == 1 and planes[0].dtype == facts.main_dtype
+        # A frozen group has nothing to optimize: its main weight is the compute weight where the format allows it.
+        if self._shares_main:
+            self.main_weight_buffer = self._weights[0].part(facts.plan.main_weight)
+        else:
+            self.main_weight_buffer = self._empty(facts.plan.main_weight, facts.main_dtype)
+        self._full = tuple(self._reserve_full(i, weight) for i, weight in enumerate(self._weights))
+        self.main_grad = MainGrad(facts, pool) if facts.requires_grad else None
+        self._is_fresh = True
+        """The resting weight holds what was installed last; False: only its main-weight part does."""
+        self.is_unsharded = not facts.plan.gathers_weights
+
+    def _empty(self, placement, dtype: torch.dtype) -> FlatBuffer:
+        return FlatBuffer.empty(self.layout, self.facts.axes, placement, dtype, self.facts.device)
+
+    def _reserve_full(self, number: int, weight: FlatBuffer) -> FlatBuffer:
+        """The whole plane: the resting weight itself, or storage from the pool that is there only while needed."""
+        if not self.plan.gathers_weights:
+            return weight
+        key = f"{self.facts.name}.{number}"
+        data = self._pool.reserve(key, self.layout.size, weight.dtype, self.facts.device)
+        return FlatBuffer(self.layout, self.facts.axes, REPLICATED, data)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Its parameters are trained."""
+        return self.facts.requires_grad
+
+    @property
+    def model_weight_buffer(self) -> FlatBuffer:
+        """The resting compute weight (its first plane)."""
+        return self._weights[0]
+
+    @property
+    def main_grad_buffer(self) -> FlatBuffer | None:
+        """The accumulated gradient; None for a frozen group."""
+        return self.main_grad.buffer if self.main_grad is not None else None
+
+    @property
+    def persistent_nbytes(self) -> int:
+        """Bytes this rank holds between steps, optimizer state not counted."""
+        total = sum(weight.nbytes for weight in self._weights)
+        total += 0 if self._shares_main else self.main_weight_buffer.nbytes
+        return total + (self.main_grad.buffer.nbytes if self.main_grad is not None else 0)
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of the storage that a gather takes from the pool."""
+        return sum(full.nbytes for full in self._full) if self.plan.gathers_weights else 0
+
+    @torch.no_grad()
+    def load_initial(self, agreed: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Copies the parameters' values into the main weight, encodes them, and points the parameters here.
+
+        **Collective** if `agreed` or the codec is. Afterwards nothing here refers to the original full tensors.
+
+        Args:
+            agreed: turns a full initial value into the one that all ranks start from, on the engine's device.
+        """
+        for slot, param in enumerate(self.params):
+            full = agreed(self.facts.codec.initial_main(param, self.main_weight_buffer.dtype))
+            rows = self.main_weight_buffer.rows(slot)
+            target = self.main_weight_buffer.view(slot)
+            target.copy_(full[rows.first : rows.first + rows.count] if full.dim() else full)
+        self._encode()
+        if self.plan.gathers_weights:  # views can only be made of a storage that is there
+            for full in self._full:
+                self._pool.acquire(full.data)
+        for slot, param in enumerate(self.params):
+            self.facts.codec.bind(param, tuple(full.view(slot) for full in self._full))
+        if self.plan.gathers_weights:
+            for full in self._full:
+                self._pool.release(full.data)
+        if self._is_fresh and not self.plan.gathers_weights:
+            self.facts.codec.after_gather(self.params)
+
+    # -- unshard ------------------------------------------------------------------------------------------------
+
+    @property
+    def needs_gather(self) -> bool:
+        """An `unshard` would communicate."""
+        return not (self.is_unsharded and self._is_fresh)
+
+    @torch.no_grad()
+    def unshard(self) -> None:
+        """Makes the full weight readable through the parameters. **Collective** if `needs_gather`."""
+        if not self.needs_gather:
+            return
+        if not self._is_fresh:
+            for weight in self._weights:
+                weight.gather_from(weight.part(self.plan.main_weight))
+            self._is_fresh = True
+        if not self.is_unsharded:
+            for full, weight in zip(self._full, self._weights, strict=True):
+                self._pool.acquire(full.data)
+                full.gather_from(weight)
+            self.is_unsharded = True
+        self.facts.codec.after_gather(self.params)
+
+    def reshard(self) -> None:
+        """Gives the gathered storage back; nothing to do where the weight rests whole."""
+        if not self.plan.gathers_weights or not self.is_unsharded:
+            return
+        self.facts.codec.after_release(self.params)
+        for full in self._full:
+            self._pool.release(full.data)
+        self.is_unsharded = False
+
+    # -- install ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def install(self) -> None:
+        """Makes the compute weight current after the main weight changed; the gather itself waits for `unshard`.
+
+        **Collective** if the codec is.
+        """
+        self.reshard()
+        self._encode()
+
+    def _encode(self) -> None:
+        parts = [weight.part(self.plan.main_weight) for weight in self._weights]
+        shards = [
+            Shard(param, self.main_weight_buffer.view(slot), tuple(part.view(slot) for part in parts))
+            for slot, param in enumerate(self.params)
+        ]
+        self.facts.codec.encode(shards, self._shard_groups())
+        self._is_fresh = not self.plan.gathers_after_install
+
+    def _shard_groups(self) -> Sequence[torch.distributed.ProcessGroup]:
+        """Groups over which a parameter's main weight is spread."""
+        pairs = zip(self.facts.axes, self.plan.main_weight, REPLICATED, strict=True)
+        return [axis.group for axis, place, whole in pairs if place is not whole and axis.size > 1]

@@ -1,0 +1,53 @@
+"""Attributes of a Parameter that must survive its replacement, and `fsdp_no_shard`."""
+
+from __future__ import annotations
+
+import torch
+
+NO_SHARD_TAG = "_fsdp_no_shard"
+#: Read by megatron-core, TransformerEngine or optimizers from whatever object stands for the parameter.
+PARAM_TAGS: tuple[str, ...] = (
+    NO_SHARD_TAG,
+    "tensor_model_parallel",
+    "partition_dim",
+    "partition_stride",
+    "partition_sizes",
+    "sequence_parallel",
+    "shared",
+    "shared_embedding",
+    "is_embedding_parameter",
+    "is_embedding_or_output_parameter",
+    "allreduce",
+    "average_gradients_across_tp_domain",
+    "_tensor_parallel_mode",
+)
+
+
+def copy_tags(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copies every tag that `source` carries to `target`."""
+    for tag in PARAM_TAGS:
+        if hasattr(source, tag):
+            setattr(target, tag, getattr(source, tag))
+
+
+def fsdp_no_shard(module_or_param: torch.nn.Module | torch.nn.Parameter) -> None:
+    """Keeps a parameter, or every parameter of a module, whole on every rank: it is never gathered.
+
+    Call it before sharding; it holds for parameters that exist now.
+
+    Raises:
+        TypeError: `module_or_param` is neither a module nor a parameter.
+    """
+    if isinstance(module_or_param, torch.nn.Module):
+        params = list(module_or_param.parameters())
+    elif isinstance(module_or_param, torch.nn.Parameter):
+        params = [module_or_param]
+    else:
+        raise TypeError(f"fsdp_no_shard expects a Module or a Parameter, got {type(module_or_param).__name__}.")
+    for param in params:
+        setattr(param, NO_SHARD_TAG, True)
+
+
+def is_no_shard(param: torch.Tensor) -> bool:
+    """True if `fsdp_no_shard` marked this parameter."""
+    return getattr(param, NO_SHARD_TAG, False)

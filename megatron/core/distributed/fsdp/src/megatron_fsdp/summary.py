@@ -1,0 +1,80 @@
+"""What was built, in one table: units, groups, padding, bytes per rank, tags."""
+
+from __future__ import annotations
+
+from megatron_fsdp.config import EngineConfig
+from megatron_fsdp.runtime.schedule import Schedule
+from megatron_fsdp.runtime.unit import Unit
+
+_MIB = 2**20
+
+
+def build_summary(schedule: Schedule, config: EngineConfig) -> str:
+    """The table that rank 0 logs after construction. Bytes are this rank's, optimizer state not counted."""
+    rows = [_row(unit) for unit in schedule.units]
+    groups = [group for unit in schedule.units for group in unit.groups]
+    used = sum(group.layout.used for group in groups)
+    padding = sum(group.layout.size - group.layout.used for group in groups)
+    persistent = sum(group.persistent_nbytes for group in groups)
+    units = [unit for unit in schedule.units if not unit.is_root]
+    gathered = sorted((sum(group.gathered_nbytes for group in unit.groups) for unit in units), reverse=True)
+    root = sum(group.gathered_nbytes for group in schedule.root.groups)
+    weights = root + sum(gathered[: 1 + config.prefetch_depth])
+    staged = sorted((_staged_nbytes(unit) for unit in schedule.units), reverse=True)
+    grads = sum(staged[: config.reductions_in_flight])
+    head = (
+        f"megatron_fsdp: {config.inner_strategy}"
+        + (f" inside {config.outer_strategy}" if config.outer_strategy != "no_shard" else "")
+        + f", {used:,} parameters in {len(schedule.units)} units and {len(groups)} groups, {padding / max(used, 1):.2%} padding; "
+        f"per rank {persistent / _MIB:.1f} MiB persistent, at most {weights / _MIB:.1f} MiB of gathered weights "
+        f"and {grads / _MIB:.1f} MiB of gradients on their way "
+        f"(recomputation over k units keeps k of them gathered)."
+    )
+    columns = ("unit", "groups", "parameters", "padding", "MiB persistent", "MiB gathered", "tags")
+    return "\n".join([head, _line(columns), *(_line(row) for row in _folded(rows))])
+
+
+def _staged_nbytes(unit: Unit) -> int:
+    return sum(
+        group.layout.size * group.facts.comm_dtype.itemsize
+        for group in unit.groups
+        if group.requires_grad and group.plan.reduces_each_microbatch
+    )
+
+
+def _row(unit: Unit) -> tuple[str, ...]:
+    module = unit.module()
+    used = sum(group.layout.used for group in unit.groups)
+    size = sum(group.layout.size for group in unit.groups)
+    tags = set()
+    for group in unit.groups:
+        facts = group.facts
+        tags.add(str(facts.params[0].dtype).removeprefix("torch."))
+        tags.update(tag for tag, on in (("no_shard", facts.is_replicated), ("frozen", not facts.requires_grad), ("expert", facts.is_expert)) if on)
+    return (
+        f"{unit.label} {type(module).__name__}",
+        str(len(unit.groups)),
+        f"{used:,}",
+        f"{(size - used) / max(used, 1):.2%}",
+        f"{sum(group.persistent_nbytes for group in unit.groups) / _MIB:.1f}",
+        f"{sum(group.gathered_nbytes for group in unit.groups) / _MIB:.1f}",
+        ",".join(sorted(tags)),
+    )
+
+
+def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Runs of units that differ only in name as one row."""
+    folded: list[tuple[str, ...]] = []
+    count = 1
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        if following is not None and following[1:] == row[1:]:
+            count += 1
+            continue
+        folded.append((f"{row[0]}" + (f" (last of {count} alike)" if count > 1 else ""), *row[1:]))
+        count = 1
+    return folded
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    widths = (48, 7, 16, 9, 15, 13, 0)
+    return "  " + " ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
