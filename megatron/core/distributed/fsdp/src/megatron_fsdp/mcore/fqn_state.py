@@ -5,17 +5,24 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp.optimizer import mark_param_state
+
 #: Options that say how a step is computed here, not what it computes.
 _IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
 
 
 def export(optimizer: torch.optim.Optimizer, fqns: Mapping[torch.nn.Parameter, str]) -> dict:
-    """`{"state": {fqn: {name: tensor}}, "param_to_group_meta": {fqn: {option: value}}}`; tensors are the optimizer's own."""
+    """`{"state": {fqn: {name: tensor}}, "param_to_group_meta": {fqn: {option: value}}}`; tensors are the optimizer's own.
+
+    Shards of a sharded model's parameters tell torch's distributed checkpoint where they lie.
+    """
     state: dict[str, dict] = {}
     meta: dict[str, dict] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             state[fqns[param]] = dict(optimizer.state[param])
+            if hasattr(param, "megatron_fsdp_spec"):
+                mark_param_state(param.megatron_fsdp_spec, state[fqns[param]])
             meta[fqns[param]] = _options(group)
     return {"state": state, "param_to_group_meta": meta}
 

@@ -5,6 +5,7 @@ autograd a dummy, so that hooks still run.
 """
 
 import dataclasses
+import importlib.util
 import weakref
 from collections.abc import Sequence
 
@@ -15,12 +16,7 @@ from torch import nn
 from megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_fsdp.state.main_grad import MainGrad
 
-try:
-    import transformer_engine  # noqa: F401
-
-    _HAS_TE = True
-except ImportError:
-    _HAS_TE = False
+_HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 
 
 def check(root_params: Sequence[nn.Parameter]) -> None:

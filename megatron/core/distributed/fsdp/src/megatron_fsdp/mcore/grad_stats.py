@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp.machine.torch_compat import foreach_mul_, foreach_norm
+
 #: As in megatron-core: keeps a zero norm from dividing by zero.
 _CLIP_EPS = 1e-6
 
@@ -30,7 +32,7 @@ def total_norm(grads: Sequence[torch.Tensor], group: dist.ProcessGroup, device: 
     square = torch.zeros((), dtype=torch.float32, device=device)
     if mine:
         # The norms of low-precision gradients would overflow or round in their own dtype.
-        norms = torch._foreach_norm(mine, 2.0, dtype=torch.float32)
+        norms = foreach_norm(mine, 2.0, dtype=torch.float32)
         square = torch.linalg.vector_norm(torch.stack(norms)).square()
     dist.all_reduce(square, group=group)
     return square.sqrt()
@@ -44,7 +46,7 @@ def clip_by_norm(grads: Sequence[torch.Tensor], max_norm: float, norm: torch.Ten
     scale = max_norm / (norm + _CLIP_EPS)
     # A NaN norm compares false and leaves the gradients alone, as megatron-core does.
     scale = torch.where(scale < 1.0, scale, torch.ones_like(scale))
-    torch._foreach_mul_(rows, scale)
+    foreach_mul_(rows, scale)
 
 
 def count_zeros(grads: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:

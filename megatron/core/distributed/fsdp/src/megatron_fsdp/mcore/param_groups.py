@@ -7,6 +7,8 @@ from megatron.core.optimizer import _get_param_groups
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
+from megatron_fsdp.optimizer import create_state
+
 ConfigOverrides = dict[ParamKey, ParamGroupOverride]
 
 #: Options of OptimizerConfig that are refused: field -> why.
@@ -65,19 +67,5 @@ def build_torch_optimizer(groups: list[dict], config: OptimizerConfig) -> torch.
 
 
 def init_state(optimizer: torch.optim.Optimizer, _config: OptimizerConfig | None = None) -> None:
-    """Creates the state that the first step would create, and takes no step: a checkpoint is loaded into these tensors."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if optimizer.state[param]:
-                continue
-            if isinstance(optimizer, torch.optim.SGD):
-                # A zero buffer and no buffer give the same first step, because there is no dampening.
-                fresh = {"momentum_buffer": torch.zeros_like(param)} if group["momentum"] else {}
-            else:
-                fresh = {
-                    # Where fused Adam keeps it.
-                    "step": torch.zeros((), dtype=torch.float32, device=param.device),
-                    "exp_avg": torch.zeros_like(param),
-                    "exp_avg_sq": torch.zeros_like(param),
-                }
-            optimizer.state[param].update(fresh)
+    """Creates the state of zero steps where there is none: a checkpoint is loaded into these tensors."""
+    create_state(optimizer, getattr(type(optimizer).step, "__wrapped__", type(optimizer).step))

@@ -1,0 +1,39 @@
+"""GPT models trained through megatron-core's schedule, sharded, against one process in plain torch."""
+
+import functools
+
+import pytest
+import torch
+
+from tests.unit_tests.harness.rank_pool import RankPool
+from tests.unit_tests.mcore.training import Case, Record, train_sharded, train_whole
+
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+TWO_LAYER_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+
+
+@functools.cache
+def reference(pool: RankPool, key: tuple) -> list[Record]:
+    """Whole-model records; the same for all strategies and for recomputation, so computed once."""
+    tied, dtype, per_token, optimizer = key
+    return pool.run(train_whole, Case(tied=tied, dtype=dtype, per_token=per_token, optimizer=optimizer))[0]
+
+
+def check(pool: RankPool, case: Case, *, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    expected = reference(pool, (case.tied, case.dtype, case.per_token, case.optimizer))
+    for records in pool.run(train_sharded, case):
+        for record, wanted in zip(records, expected, strict=True):
+            assert record.loss == pytest.approx(wanted.loss, rel=rtol)
+            assert record.norm == pytest.approx(wanted.norm, rel=10 * rtol)
+            if case.dtype is torch.float32:
+                assert record.zeros == wanted.zeros
+            assert record.weights.keys() == wanted.weights.keys()
+            for name, weight in record.weights.items():
+                torch.testing.assert_close(weight, wanted.weights[name], rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_every_strategy_trains_like_one_process(mcore_ranks2: RankPool, strategy: str, tied: bool) -> None:
+    check(mcore_ranks2, Case(strategy=strategy, tied=tied))

@@ -1,0 +1,203 @@
+"""The same few training steps twice: sharded through megatron-core's schedule, and whole in plain torch.
+
+Call inside a rank with megatron-core. Both give `Record`s to compare.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.unit_tests.mcore.models import gpt_config, gpt_model, initialize_groups, tokens
+
+STEPS, LR, WEIGHT_DECAY, CLIP = 3, 0.01, 0.1, 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is trained and how."""
+
+    strategy: str | int = 3
+    tied: bool = False
+    dtype: torch.dtype = torch.float32
+    microbatches: int = 2
+    per_token: bool = False
+    optimizer: str = "adam"
+    loss_scale: float | None = None
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ddp: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def transformer_config(self):
+        return gpt_config(
+            bf16=self.dtype is torch.bfloat16,
+            fp16=self.dtype is torch.float16,
+            params_dtype=self.dtype,
+            calculate_per_token_loss=self.per_token,
+            **self.config,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One step: the loss over all ranks before it, the gradients' norm and zeros, and the whole weights after it."""
+
+    loss: float
+    norm: float
+    zeros: int
+    weights: dict[str, torch.Tensor]
+
+
+def build(case: Case, seed: int = 11) -> torch.nn.Module:
+    """A sharded model. **Collective.**"""
+    from megatron.core.transformer.module import Float16Module
+
+    from megatron_fsdp.mcore import DistributedDataParallelConfig, FullyShardedDataParallel
+
+    initialize_groups()
+    config = case.transformer_config()
+    model = gpt_model(config, tied=case.tied, seed=seed)
+    if case.dtype is not torch.float32:
+        model = Float16Module(config, model)
+    ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy=case.strategy, **case.ddp)
+    return FullyShardedDataParallel(config, ddp_config, model)
+
+
+def build_optimizer(case: Case, model: torch.nn.Module):
+    from megatron.core.optimizer import OptimizerConfig
+
+    from megatron_fsdp.mcore import get_megatron_optimizer
+
+    config = OptimizerConfig(
+        optimizer=case.optimizer,
+        lr=LR,
+        min_lr=0.0,
+        weight_decay=WEIGHT_DECAY,
+        clip_grad=CLIP,
+        bf16=case.dtype is torch.bfloat16,
+        fp16=case.dtype is torch.float16,
+        params_dtype=case.dtype,
+        loss_scale=case.loss_scale,
+        initial_loss_scale=256.0,
+        log_num_zeros_in_grad=True,
+    )
+    return get_megatron_optimizer(config, [model])
+
+
+def loss_mask(batch: torch.Tensor) -> torch.Tensor:
+    """Leaves out a number of tokens that differs between batches."""
+    return (batch % 3 != 0).float()
+
+
+def forward_step(iterator, model):
+    """megatron-core's forward step function; the loss comes as (sum, tokens, report)."""
+    batch = next(iterator)
+    output = model(batch, torch.arange(batch.shape[1]).expand_as(batch), None, labels=batch)
+
+    def loss_func(losses: torch.Tensor):
+        mask = loss_mask(batch)
+        total, count = (losses * mask).sum(), mask.sum().to(torch.int)
+        return total, count, {"sum": float(total), "count": int(count)}
+
+    return output, loss_func
+
+
+def schedule(case: Case, model: torch.nn.Module, step: int, *, forward_only: bool = False) -> list[dict]:
+    """Forward and backward of one step through megatron-core. **Collective.**"""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    batches = iter([tokens(dist.get_rank(), step, micro) for micro in range(case.microbatches)])
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=batches,
+        model=[model],
+        num_microbatches=case.microbatches,
+        seq_length=None,
+        micro_batch_size=None,
+        forward_only=forward_only,
+    )
+
+
+def connect(model: torch.nn.Module, optimizer) -> None:
+    """Hands megatron-core's schedule what it calls back."""
+    from megatron.core.distributed import finalize_model_grads
+
+    model.config.finalize_model_grads_func = finalize_model_grads
+    model.config.grad_scale_func = optimizer.scale_loss
+    model.config.no_sync_func = model.no_sync
+
+
+def mean_loss(reports: list[dict], case: Case) -> float:
+    """The loss over all ranks and micro-batches, as it is differentiated. **Collective.**"""
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, reports)
+    flat = [report for reports in everyone for report in reports]
+    if case.per_token:
+        return sum(report["sum"] for report in flat) / sum(report["count"] for report in flat)
+    return sum(report["sum"] / report["count"] for report in flat) / len(flat)
+
+
+def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Main weights by the user's names. **Collective.**"""
+    from megatron_fsdp.mcore import unwrap_model
+
+    return {name: param.full_tensor() for name, param in unwrap_model(model).named_parameters()}
+
+
+def train_step(case: Case, model: torch.nn.Module, optimizer, step: int) -> Record:
+    """**Collective.**"""
+    optimizer.zero_grad()
+    loss = mean_loss(schedule(case, model, step), case)
+    success, norm, zeros = optimizer.step()
+    assert success
+    return Record(loss, float(norm), int(zeros), whole_weights(model))
+
+
+def train_sharded(case: Case) -> list[Record]:
+    """A pool job."""
+    model = build(case)
+    optimizer = build_optimizer(case, model)
+    connect(model, optimizer)
+    return [train_step(case, model, optimizer, step) for step in range(STEPS)]
+
+
+def train_whole(case: Case, world_size: int = 2) -> list[Record]:
+    """A pool job: every rank computes all ranks' batches itself. Compute is in `case.dtype`, everything else in fp32."""
+    initialize_groups()
+    model = gpt_model(case.transformer_config(), tied=case.tied).to(case.dtype)
+    main = {name: param.detach().float().requires_grad_() for name, param in model.named_parameters()}
+    optimizer = _whole_optimizer(case, main)
+    records = []
+    for step in range(STEPS):
+        model.zero_grad()
+        parts = [_whole_loss(model, tokens(rank, step, micro)) for rank in range(world_size) for micro in range(case.microbatches)]
+        if case.per_token:
+            loss = sum(total for total, _ in parts) / sum(count for _, count in parts)
+        else:
+            loss = sum(total / count for total, count in parts) / len(parts)
+        loss.backward()
+        for name, param in model.named_parameters():
+            main[name].grad = param.grad.float()
+        zeros = sum(int((param.grad == 0).sum()) for param in main.values())
+        norm = torch.nn.utils.clip_grad_norm_(main.values(), CLIP)
+        optimizer.step()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(main[name])
+        records.append(Record(float(loss), float(norm), zeros, {name: value.detach().clone() for name, value in main.items()}))
+    return records
+
+
+def _whole_loss(model: torch.nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    losses = model(batch, torch.arange(batch.shape[1]).expand_as(batch), None, labels=batch).float()
+    mask = loss_mask(batch)
+    return (losses * mask).sum(), mask.sum()
+
+
+def _whole_optimizer(case: Case, main: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [param], "weight_decay": 0.0 if param.dim() == 1 else WEIGHT_DECAY} for param in main.values()
+    ]
+    if case.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=LR, momentum=0.9)
+    return torch.optim.AdamW(groups, lr=LR)
