@@ -5,13 +5,20 @@ import torch
 LAYERS, HIDDEN, HEADS, VOCAB, SEQUENCE, BATCH = 2, 32, 4, 64, 16, 2
 
 
+_groups: dict[str, object] = {}
+
+
 def initialize_groups() -> None:
-    """megatron-core's process groups for data parallelism alone. **Collective.**"""
+    """megatron-core's process groups for data parallelism alone. **Collective.**
+
+    Made once per process: every call would leave some twenty groups behind.
+    """
     from megatron.core import parallel_state
 
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel()
+    if not _groups:
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        _groups.update({name: value for name, value in vars(parallel_state).items() if name[0] == "_" and name.isupper()})
+    vars(parallel_state).update(_groups)
 
 
 def gpt_config(**overrides):

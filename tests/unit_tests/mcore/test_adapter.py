@@ -20,7 +20,7 @@ def reference(pool: RankPool, key: tuple) -> list[Record]:
     return pool.run(train_whole, Case(tied=tied, dtype=dtype, per_token=per_token, optimizer=optimizer))[0]
 
 
-def check(pool: RankPool, case: Case, *, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+def check(pool: RankPool, case: Case, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     expected = reference(pool, (case.tied, case.dtype, case.per_token, case.optimizer))
     for records in pool.run(train_sharded, case):
         for record, wanted in zip(records, expected, strict=True):
@@ -37,3 +37,35 @@ def check(pool: RankPool, case: Case, *, rtol: float = 1e-4, atol: float = 1e-5)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 def test_every_strategy_trains_like_one_process(mcore_ranks2: RankPool, strategy: str, tied: bool) -> None:
     check(mcore_ranks2, Case(strategy=strategy, tied=tied))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(config=FULL_RECOMPUTE),
+        Case(config=FULL_RECOMPUTE, tied=True),
+        Case(config=TWO_LAYER_RECOMPUTE, strategy=2),
+        Case(config=SELECTIVE_RECOMPUTE),
+        Case(per_token=True),
+        Case(per_token=True, strategy=1, tied=True),
+        Case(optimizer="sgd"),
+        Case(strategy=0, optimizer="sgd"),
+        Case(ddp={"overlap_grad_reduce": True, "overlap_param_gather": True}, strategy=1),
+        Case(ddp={"average_in_collective": True}),
+        Case(loss_scale=4.0),
+    ],
+    ids=str,
+)
+def test_what_changes_the_schedule_does_not_change_the_result(mcore_ranks2: RankPool, case: Case) -> None:
+    check(mcore_ranks2, case)
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+def test_bf16_follows_a_bf16_model_with_fp32_main_weights(mcore_ranks2: RankPool, strategy: int) -> None:
+    fp32_grads = {"megatron_fsdp_main_grads_dtype": "fp32"}
+    check(mcore_ranks2, Case(strategy=strategy, dtype=torch.bfloat16, ddp=fp32_grads), rtol=1e-2, atol=5e-4)
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_fp16_trains_under_a_dynamic_loss_scale(mcore_ranks2: RankPool, strategy: int) -> None:
+    check(mcore_ranks2, Case(strategy=strategy, dtype=torch.float16), rtol=5e-3, atol=1e-4)
