@@ -297,7 +297,7 @@ class Schedule:
         self._reduce_queue = [*reversed(self._forward_order), self.root]
 
     def _broadcast_order(self, index: list[int]) -> list[int]:
-        axes = self.root.groups[0].facts.axes if self.root.groups else self.units[0].groups[0].facts.axes
+        axes = next(group.facts.axes for unit in self.units for group in unit.groups)  # the root may own nothing
         order = torch.tensor(index, dtype=torch.int64, device=self.device.torch_device)
         for axis in reversed(axes):
             if axis.size > 1 and order.numel():
