@@ -1,0 +1,124 @@
+"""What one GPU rank runs; launched by torchrun, names its job on the command line, prints one JSON line on rank 0."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp.machine.allocator import PoisonPool, ResizePool
+
+VOCAB, WIDTH = 1300, 257
+
+
+def model(width: int = WIDTH, depth: int = 6) -> nn.Module:
+    """Embedding, blocks of odd widths, output layer."""
+    blocks = [nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)) for _ in range(depth)]
+    return nn.Sequential(nn.Embedding(VOCAB, width), *blocks, nn.Linear(width, VOCAB, bias=False))
+
+
+def loss_of(module: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Cross entropy in fp32."""
+    inputs, target = batch
+    return F.cross_entropy(module(inputs).float().flatten(0, 1), target.flatten())
+
+
+def parity(strategy: int, poisoned: bool, with_units: bool) -> float:
+    """The largest relative error of any gradient over 3 steps of 2 micro-batches, against the whole batch on one GPU."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    MegatronFSDP.pool_class = PoisonPool if poisoned else ResizePool
+    torch.manual_seed(0)
+    reference = model().cuda()
+    torch.manual_seed(rank)  # ranks must agree on the first one's values
+    ours = model().cuda()
+    if rank == 0:
+        ours.load_state_dict(reference.state_dict())
+    units = [nn.Linear, nn.Embedding] if with_units else None
+    ours, optimizer = fully_shard(
+        ours, torch.optim.AdamW(ours.parameters(), lr=1e-3, fused=True), zero_dp_strategy=strategy, fsdp_unit_modules=units
+    )
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-3, fused=True)
+    generator = torch.Generator().manual_seed(5)
+    worst = 0.0
+    for _ in range(3):
+        for _ in range(2):
+            inputs, target = (torch.randint(0, VOCAB, (world, 64, 3), generator=generator).cuda() for _ in range(2))
+            sum(loss_of(reference, (inputs[r], target[r])) for r in range(world)).div(world).backward()
+            loss_of(ours, (inputs[rank], target[rank])).backward()
+        for param, expected in zip(ours.parameters(), reference.parameters(), strict=True):
+            error = (param.grad.full_tensor() - expected.grad).norm() / expected.grad.norm()
+            worst = max(worst, error.item())
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        torch.testing.assert_close(ours.clip_grad_norm_(0.5), norm, rtol=1e-4, atol=1e-5)
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+    return worst
+
+
+def low_precision(strategy: int, comm: str) -> list[float]:
+    """Losses of 6 bf16 steps with fp32 main weights and gradients."""
+    comm_dtype = getattr(torch, comm)
+    torch.manual_seed(0)
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=comm_dtype)
+    ours = fully_shard_model(
+        model().bfloat16().cuda(), fsdp_unit_modules=[nn.Sequential], zero_dp_strategy=strategy, mixed_precision_policy=policy
+    )
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(ours.parameters(), lr=1e-3, fused=True))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(6):
+        batch = tuple(torch.randint(0, VOCAB, (64, 3), generator=generator).cuda() for _ in range(2))
+        loss = loss_of(ours, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return losses
+
+
+def resting_memory(strategy: int) -> dict[str, float]:
+    """Bytes allocated between steps over what the groups say they hold, and the peak of a step above it."""
+    torch.manual_seed(0)
+    ours = fully_shard_model(
+        model(2048, 8).bfloat16().cuda(), fsdp_unit_modules=[nn.Sequential], zero_dp_strategy=strategy,
+        mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=torch.float32), sync_model_each_microbatch=False,
+    )  # fmt: skip
+    optimizer = fully_shard_optimizer(torch.optim.SGD(ours.parameters(), lr=1e-3))
+    unit = 2 * 2048 * 8192 * 2
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        batch = tuple(torch.randint(0, VOCAB, (4, 3), device="cuda") for _ in range(2))
+        loss_of(ours, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    held = sum(group.persistent_nbytes for group in ours.param_and_grad_buffer.parameter_groups)
+    resting = torch.cuda.memory_allocated()
+    return {"excess": (resting - held) / held, "peak_units": (torch.cuda.max_memory_allocated() - resting) / unit}
+
+
+JOBS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (parity, low_precision, resting_memory)}
+
+
+def main() -> None:
+    """Runs JOB with JSON arguments, for each line of arguments given."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    torch.backends.cuda.matmul.allow_tf32 = False
+    results = [JOBS[sys.argv[1]](*json.loads(arguments)) for arguments in sys.argv[2:]]
+    if dist.get_rank() == 0:
+        print("RESULTS " + json.dumps(results), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
