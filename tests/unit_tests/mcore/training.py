@@ -25,6 +25,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     microbatches: int = 2
     per_token: bool = False
+    seed: int = 11
     optimizer: str = "adam"
     loss_scale: float | None = None
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -50,7 +51,7 @@ class Record:
     weights: dict[str, torch.Tensor]
 
 
-def build(case: Case, seed: int = 11) -> torch.nn.Module:
+def build(case: Case) -> torch.nn.Module:
     """A sharded model. **Collective.**"""
     from megatron.core.transformer.module import Float16Module
 
@@ -58,7 +59,7 @@ def build(case: Case, seed: int = 11) -> torch.nn.Module:
 
     initialize_groups()
     config = case.transformer_config()
-    model = gpt_model(config, tied=case.tied, seed=seed)
+    model = gpt_model(config, tied=case.tied, seed=case.seed)
     if case.dtype is not torch.float32:
         model = Float16Module(config, model)
     ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy=case.strategy, **case.ddp)
