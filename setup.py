@@ -53,6 +53,8 @@ setup(
     package_dir={"megatron_fsdp": ENGINE},
     packages=packages(),
     py_modules=["pretrain_gpt"],
+    # The list that tells a flag of Megatron-LM from a typing mistake.
+    package_data={"megatron.training.config": ["megatron_lm_flags.txt"]},
     install_requires=[
         "torch>=2.11,<2.14",
         # Pinned: the adapter relies on megatron-core's internals.

@@ -1,0 +1,75 @@
+"""The parts of a run, put together in Megatron-LM's order, on which its random numbers depend."""
+
+import sys
+
+from torch.utils.data import Dataset
+
+from megatron.training.callbacks import Callback, Callbacks, ManualGarbageCollection
+from megatron.training.console import Console
+from megatron.training.data import DataStream, LoaderOptions, build_data_stream
+from megatron.training.initialize import World
+from megatron.training.launch import Job
+from megatron.training.metrics import LogLines, Meter, Reporter
+from megatron.training.model import build_model
+from megatron.training.optim import build_optimizer, build_scheduler
+from megatron.training.progress import LiveProgress
+from megatron.training.state import Run, Streams, Task
+from megatron.training.tensorboard import TensorBoard
+
+
+def build_run(job: Job, task: Task, world: World) -> Run:
+    """Model, optimizer and schedule; no data yet. **Collective.**"""
+    model = build_model(job, task.model_provider, world)
+    run = Run(job=job, task=task, world=world, model=model, optimizer=None, scheduler=None)
+    if not job.config.validation.skip_train:
+        run.optimizer = build_optimizer(job.config, model)
+        run.scheduler = build_scheduler(job.config, job.plan, run.optimizer)
+    return run
+
+
+def build_streams(run: Run) -> None:
+    """Gives the run its data, from where its state says it is. **Collective.**"""
+    datasets = run.task.datasets_provider(run.job)
+    config, state = run.config, run.state
+
+    def stream(dataset: Dataset | None, name: str, consumed_samples: int) -> DataStream | None:
+        return build_data_stream(dataset, name, consumed_samples, options)
+
+    options = LoaderOptions(
+        micro_batch_size=config.train.micro_batch_size,
+        data_parallel_rank=run.world.data_parallel_rank,
+        data_parallel_size=run.plan.data_parallel_size,
+        device=run.world.device,
+        dataloader_type=config.data.dataloader_type or "single",
+        num_workers=config.data.num_workers,
+        seed=config.rng.seed,
+    )
+    run.streams = Streams(
+        train=stream(datasets.train, "training", state.consumed_train_samples),
+        valid=stream(datasets.valid, "validation", state.consumed_valid_samples),
+        test=stream(datasets.test, "test", 0),
+    )
+
+
+def build_callbacks(run: Run) -> Callback:
+    """What the configuration wants to happen besides training."""
+    train = run.config.train
+    callbacks: list[Callback] = []
+    if train.manual_gc:
+        callbacks.append(ManualGarbageCollection(train.manual_gc_interval, train.manual_gc_eval))
+    logger = run.config.logger
+    intervals = {logger.log_interval, *([logger.tensorboard_log_interval] if logger.tensorboard_dir else [])}
+    return Callbacks([*callbacks, Meter(build_reporters(run), intervals if logger.log_params_norm else ())])
+
+
+def build_reporters(run: Run) -> list[Reporter]:
+    """Who is told on this rank."""
+    if not run.world.is_first:
+        return []
+    logger, console = run.config.logger, Console()
+    reporters: list[Reporter] = [LogLines(logger.log_interval, console)]
+    if logger.tensorboard_dir is not None:
+        reporters.append(TensorBoard(logger))
+    if sys.stdout.isatty():
+        reporters.append(LiveProgress(console))
+    return reporters

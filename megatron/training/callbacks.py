@@ -1,0 +1,77 @@
+"""Five moments of a run at which a feature may act, and the features that are nothing more than that."""
+
+import gc
+from collections.abc import Sequence
+
+from megatron.training.evaluate import Evaluation
+from megatron.training.state import Run
+from megatron.training.step import StepResult
+
+
+class Callback:
+    """Does nothing; features override the moments that they need. All ranks call all callbacks in the same order."""
+
+    def start(self, run: Run) -> None:
+        """Everything is built and loaded; training or evaluation begins."""
+
+    def before_step(self, run: Run) -> None:
+        """The next step begins."""
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """A step is done and counted."""
+
+    def after_eval(self, run: Run, evaluation: Evaluation) -> None:
+        """An evaluation is done."""
+
+    def end(self, run: Run) -> None:
+        """The run is over, perhaps by an exception."""
+
+
+class Callbacks(Callback):
+    """Several callbacks as one, in order; `end` in the opposite order."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = list(callbacks)
+
+    def start(self, run: Run) -> None:
+        for callback in self._callbacks:
+            callback.start(run)
+
+    def before_step(self, run: Run) -> None:
+        for callback in self._callbacks:
+            callback.before_step(run)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        for callback in self._callbacks:
+            callback.after_step(run, result)
+
+    def after_eval(self, run: Run, evaluation: Evaluation) -> None:
+        for callback in self._callbacks:
+            callback.after_eval(run, evaluation)
+
+    def end(self, run: Run) -> None:
+        for callback in reversed(self._callbacks):
+            callback.end(run)
+
+
+class ManualGarbageCollection(Callback):
+    """Python collects garbage at the same steps on every rank, so that no rank makes the others wait at odd times."""
+
+    def __init__(self, interval: int, after_evaluations: bool) -> None:
+        self._interval = interval
+        self._after_evaluations = after_evaluations
+
+    def start(self, run: Run) -> None:
+        gc.disable()
+        gc.collect()
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if self._interval and run.state.iteration % self._interval == 0:
+            gc.collect()
+
+    def after_eval(self, run: Run, evaluation: Evaluation) -> None:
+        if self._after_evaluations:
+            gc.collect()
+
+    def end(self, run: Run) -> None:
+        gc.enable()

@@ -1,0 +1,182 @@
+"""Reading a checkpoint into a run that is built, saved on any number of ranks under any sharding strategy."""
+
+import io
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from megatron.training.agree import on_first_rank
+from megatron.training.checkpoint.contents import Parts, contents, flattened, rank_key
+from megatron.training.checkpoint.paths import folder_to_load
+from megatron.training.checkpoint.random_state import restore
+from megatron.training.state import Run
+
+logger = logging.getLogger(__name__)
+
+_UNEXPECTED_MATTERS = ("model.", "optimizer.state.")
+"""What a checkpoint may not hold in vain; the rest depends on flags, ranks and precision."""
+
+
+class MissingCheckpointError(RuntimeError):
+    """`--load` has no checkpoint, and `--exit-on-missing-checkpoint` says that there must be one."""
+
+
+class DataOnlyPlanner(DefaultLoadPlanner):
+    """Reads tensors and plain values, and refuses values whose unpickling would run code."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Takes over one value that is no tensor."""
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How a checkpoint differs from what the run would read."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    shapes: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.shapes)
+
+    def __str__(self) -> str:
+        lines = []
+        for title, names in (("missing", self.missing), ("unexpected", self.unexpected), ("shape", self.shapes)):
+            if names:
+                lines += [f"{title} ({len(names)}):", *(f"  {name}" for name in names)]
+        return "\n".join(lines)
+
+
+def load_checkpoint(run: Run) -> bool:
+    """Reads `--load` into `run`, if there is something; whether there was. **Collective.**
+
+    Raises:
+        MissingCheckpointError: there was nothing, and that is not allowed.
+        ValueError: the checkpoint does not fit the run; nothing has been changed then.
+    """
+    checkpoint = run.config.checkpoint
+    if checkpoint.load is None:
+        return False
+    folder = on_first_rank(lambda: folder_to_load(checkpoint.load, checkpoint.ckpt_step), run.world.device)
+    if folder is None:
+        if checkpoint.exit_on_missing_checkpoint:
+            raise MissingCheckpointError(f"--load {checkpoint.load} has no checkpoint")
+        logger.warning("--load %s has no checkpoint; starting anew", checkpoint.load)
+        return False
+    _read(run, folder, parts_to_load(run))
+    logger.info("loaded %s, at iteration %d", folder, run.state.iteration)
+    return True
+
+
+def parts_to_load(run: Run) -> Parts:
+    """What the configuration wants of a checkpoint."""
+    checkpoint = run.config.checkpoint
+    resumes = not checkpoint.finetune
+    return Parts(
+        progress=resumes,
+        optimizer=resumes and checkpoint.load_optim and run.optimizer is not None,
+        rng=resumes and checkpoint.load_rng and run.optimizer is not None,
+    )
+
+
+def _read(run: Run, folder: Path, parts: Parts) -> None:
+    saved = FileSystemReader(str(folder)).read_metadata()
+    _check_parts(folder, parts, saved)
+    values = contents(run, parts)
+    if parts.rng:
+        source = _rng_source(run, saved)
+        values["rng_state"] = {source: values["rng_state"][rank_key(run.world.ranks.rank)]}
+    difference = compare(values, saved)
+    if difference and (run.config.checkpoint.strict_fsdp_dtensor_load or difference.shapes):
+        raise ValueError(f"{folder} does not fit the run:\n{difference}")
+    if difference:
+        logger.warning("%s does not fit the run, which keeps its own values:\n%s", folder, difference)
+        values = _without(values, set(difference.missing))
+    dcp.load(values, checkpoint_id=str(folder), planner=DataOnlyPlanner())
+    run.model.load_state_dict(values["model"], strict=False)
+    if parts.optimizer:
+        run.optimizer.load_fqn_state_dict(_completed(run.optimizer.fqn_state_dict(), values["optimizer"]))
+        _load_schedule(run, values["opt_param_scheduler"])
+    if parts.progress:
+        run.state.load_state_dict({**run.state.state_dict(), **values["progress"]})
+    if parts.rng:
+        restore(values["rng_state"][source])
+
+
+def _check_parts(folder: Path, parts: Parts, saved: Metadata) -> None:
+    """Raises ValueError, with the flag to use, if whole parts were not saved."""
+    names = {name.split(".")[0] for name in saved.state_dict_metadata}
+    for is_wanted, name, flag in (
+        (parts.optimizer, "optimizer", "--no-load-optim"),
+        (parts.rng, "rng_state", "--no-load-rng"),
+    ):
+        if is_wanted and name not in names:
+            raise ValueError(f"{folder} was saved without {name}; pass {flag}, or --finetune to start at iteration 0")
+
+
+def compare(values: Mapping[str, Any], saved: Metadata) -> Difference:
+    """What of `values` the checkpoint lacks, has in vain, or has in another shape."""
+    wanted, there = flattened(values), saved.state_dict_metadata
+    matters = tuple(prefix for prefix in _UNEXPECTED_MATTERS if any(name.startswith(prefix) for name in wanted))
+    shapes = [
+        f"{name}: {tuple(there[name].size)} in the checkpoint, {tuple(value.shape)} in the run"
+        for name, value in wanted.items()
+        if isinstance(value, torch.Tensor)
+        and isinstance(there.get(name), TensorStorageMetadata)
+        and there[name].size != value.shape
+    ]
+    return Difference(
+        missing=tuple(sorted(wanted.keys() - there.keys())),
+        unexpected=tuple(sorted(name for name in there.keys() - wanted.keys() if name.startswith(matters))),
+        shapes=tuple(sorted(shapes)),
+    )
+
+
+def _rng_source(run: Run, saved: Metadata) -> str:
+    """Whose random states this rank takes: its own, or rank 0's, as data-parallel ranks start with the same."""
+    own, first = rank_key(run.world.ranks.rank), rank_key(0)
+    if any(name.startswith(f"rng_state.{own}.") for name in saved.state_dict_metadata):
+        return own
+    logger.warning("the checkpoint was saved on fewer ranks; rank %d takes rank 0's random states", run.world.ranks.rank)
+    return first
+
+
+def _without(values: Mapping[str, Any], names: set[str], prefix: str = "") -> dict[str, Any]:
+    """A copy without the leaves of these names."""
+    kept = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            kept[key] = _without(value, names, f"{prefix}{key}.")
+        elif prefix + key not in names:
+            kept[key] = value
+    return kept
+
+
+def _completed(own: dict[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
+    """`own` with everything that was read in its place."""
+    merged = dict(own)
+    for key, value in read.items():
+        is_inner = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _completed(merged[key], value) if is_inner else value
+    return merged
+
+
+def _load_schedule(run: Run, saved: Mapping[str, Any]) -> None:
+    try:
+        run.scheduler.load_state_dict(dict(saved))
+    except AssertionError as error:
+        raise ValueError(
+            f"the schedule is not the checkpoint's: {error}; pass --override-opt-param-scheduler to take this run's, or "
+            "--use-checkpoint-opt-param-scheduler to take the checkpoint's"
+        ) from None

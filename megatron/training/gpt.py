@@ -1,0 +1,96 @@
+"""What `pretrain_gpt.py` trains: megatron-core's GPT on next-token prediction."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+
+from megatron.training.config.plan import max_positions
+from megatron.training.config.schema_model import ModelConfig
+from megatron.training.data import (
+    DatasetRequest,
+    Datasets,
+    SampleCounts,
+    build_train_valid_test_datasets,
+    get_batch,
+)
+from megatron.training.launch import Job
+from megatron.training.state import LossFunction, Task
+from megatron.training.step import LOSS
+
+
+def model_provider(job: Job, core_config: TransformerConfig) -> GPTModel:
+    """The GPT of `job`, on the device where megatron-core makes its weights."""
+    model = job.config.model
+    return GPTModel(
+        core_config,
+        layer_spec(model, job.plan.kernels.transformer_impl),
+        vocab_size=job.plan.padded_vocab_size,
+        max_sequence_length=max_positions(job.config),
+        fp16_lm_cross_entropy=job.config.precision.fp16_lm_cross_entropy,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+    )
+
+
+def layer_spec(model: ModelConfig, transformer_impl: str) -> ModuleSpec:
+    """Which modules a transformer layer consists of."""
+    if transformer_impl == "transformer_engine":
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
+    return get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm, normalization=model.normalization)
+
+
+def forward_step(stream: Iterator, model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
+    """Losses of the next micro-batch, (samples, length), and what makes one number of them."""
+    batch = get_batch(stream, model.device)
+    output = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
+    return output, partial(masked_sum, batch.loss_mask)
+
+
+def masked_sum(
+    loss_mask: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """(sum of the losses that count, how many count, report); megatron-core divides the one by the other."""
+    mask = loss_mask.reshape(-1).float()
+    total = torch.sum(losses.reshape(-1).float() * mask)
+    count = mask.sum()
+    return total, count.to(torch.int), {LOSS: torch.stack([total.detach(), count])}
+
+
+def datasets_provider(job: Job) -> Datasets:
+    """The sets of `job`, none where nothing is drawn. **Collective.**"""
+    data, plan = job.config.data, job.plan
+    request = DatasetRequest(
+        seq_length=data.seq_length,
+        seed=job.config.rng.seed,
+        mock_data=data.mock_data,
+        data_path=data.data_path,
+        split=data.split,
+        train_data_path=data.train_data_path,
+        valid_data_path=data.valid_data_path,
+        test_data_path=data.test_data_path,
+        data_cache_path=data.data_cache_path,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+        create_attention_mask_in_dataloader=data.create_attention_mask_in_dataloader,
+        mmap_bin_files=data.mmap_bin_files,
+        num_dataset_builder_threads=data.num_dataset_builder_threads,
+        mid_level_dataset_surplus=data.mid_level_dataset_surplus,
+    )
+    counts = SampleCounts(train=plan.train_samples, valid=plan.valid_samples, test=plan.test_samples)
+    return build_train_valid_test_datasets(request, counts, job.tokenizer)
+
+
+TASK = Task(model_provider=model_provider, forward_step=forward_step, datasets_provider=datasets_provider)

@@ -1,0 +1,77 @@
+"""From a command line to a job that can run, or to everything that is wrong with it; no process group exists yet.
+
+Imports neither torch nor megatron-core by itself, so that --help and a mistyped flag are answered at once.
+"""
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.training.config import ConfigError, RunConfig, RunPlan, check, format_problems, load_config, plan_run
+from megatron.training.ranks import Ranks
+from megatron.training.tokenizer import Tokenizer, TokenizerRequest, build_tokenizer
+
+EXIT_BAD_CONFIGURATION = 2
+
+_EXPECTED_WARNINGS = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",  # of CUDA graphs, which nobody asked for
+)
+"""What megatron-core says at each import of a fallback, on every rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A configuration that was checked, and what follows from it."""
+
+    config: RunConfig
+    plan: RunPlan
+    tokenizer: Tokenizer
+
+
+def prepare(config: RunConfig, world_size: int) -> Job:
+    """The job of `config` on `world_size` ranks. Raises ConfigError with every problem; reads the tokenizer's files."""
+    check(config, world_size)
+    try:
+        tokenizer = build_tokenizer(tokenizer_request(config))
+    except (ValueError, ImportError) as error:
+        raise ConfigError([str(error)]) from error
+    return Job(config=config, plan=plan_run(config, world_size, tokenizer.padded_vocab_size), tokenizer=tokenizer)
+
+
+def launch(task: str, argv: Sequence[str] | None = None) -> int:
+    """Runs the task of the module named `task` (its `TASK`) as `argv` says; gives back the process's exit code."""
+    ranks = Ranks.from_environment()
+    try:
+        job = prepare(load_config(None if argv is None else list(argv)), ranks.world_size)
+    except ConfigError as error:
+        # Every rank finds the same problems.
+        if ranks.is_first:
+            sys.stderr.write(format_problems(error) + "\n")
+        return EXIT_BAD_CONFIGURATION
+    for message in _EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message, module=r"megatron\.core\.")
+    pretrain = importlib.import_module("megatron.training.pretrain").pretrain
+    return pretrain(job, importlib.import_module(task).TASK, ranks)
+
+
+def tokenizer_request(config: RunConfig) -> TokenizerRequest:
+    """What `config` says about the tokenizer."""
+    tokenizer = config.tokenizer
+    return TokenizerRequest(
+        tokenizer_type=tokenizer.tokenizer_type,
+        tokenizer_model=tokenizer.tokenizer_model,
+        vocab_file=tokenizer.vocab_file,
+        merge_file=tokenizer.merge_file,
+        vocab_size=tokenizer.vocab_size,
+        make_vocab_size_divisible_by=tokenizer.make_vocab_size_divisible_by,
+        tensor_model_parallel_size=config.dist.tensor_model_parallel_size,
+        padded_vocab_size=tokenizer.padded_vocab_size,
+        tokenizer_special_tokens=tokenizer.tokenizer_special_tokens,
+        tokenizer_hf_no_include_special_tokens=tokenizer.tokenizer_hf_no_include_special_tokens,
+        tiktoken_pattern=tokenizer.tiktoken_pattern,
+        tiktoken_num_special_tokens=tokenizer.tiktoken_num_special_tokens,
+    )

@@ -1,0 +1,40 @@
+"""The model on its device, sharded."""
+
+import logging
+
+import torch
+from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import Float16Module
+
+from megatron.training.config.to_core import to_ddp_config, to_transformer_config
+from megatron.training.initialize import World
+from megatron.training.launch import Job
+from megatron.training.state import ModelProvider
+from megatron_fsdp.mcore import DistributedDataParallelConfig, FullyShardedDataParallel
+
+logger = logging.getLogger(__name__)
+
+
+def build_model(job: Job, provider: ModelProvider, world: World) -> FullyShardedDataParallel:
+    """The model of `provider`, sharded over the data-parallel ranks as the configuration says. **Collective.**"""
+    config = job.config
+    core_config = to_transformer_config(config)
+    module = provider(job, core_config)
+    for param in module.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+    logger.info("%s parameters", f"{count_parameters(module):,}")
+    module.to(world.device)
+    if config.precision.bf16 or config.precision.fp16:
+        module = Float16Module(core_config, module)
+    return FullyShardedDataParallel(
+        core_config,
+        DistributedDataParallelConfig(**to_ddp_config(config)),
+        module,
+        fsdp_unit_modules=config.ddp.fsdp_unit_modules,
+        device=world.device,
+    )
+
+
+def count_parameters(module: torch.nn.Module) -> int:
+    """Elements of all parameters, tied ones once."""
+    return sum(param.numel() for param in module.parameters())

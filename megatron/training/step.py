@@ -1,0 +1,91 @@
+"""One optimizer step over all micro-batches, and the same without gradients."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron.training.data import DataStream
+from megatron.training.state import Run
+
+LOSS = "lm loss"
+"""What a task's report calls the loss."""
+
+
+class NotFiniteError(RuntimeError):
+    """A loss or a gradient norm is NaN or infinite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one step was like; tensors are scalars on the device, equal on every rank."""
+
+    loss: torch.Tensor
+    """Per token, over all ranks and micro-batches, before the update."""
+    is_skipped: bool
+    """Nothing was updated, because a gradient overflowed in fp16."""
+    grad_norm: torch.Tensor | float | None
+    """Before clipping; None if the step was skipped."""
+    num_zeros: torch.Tensor | int | None
+    """Zeros in the gradient, if they are counted."""
+
+
+def train_step(run: Run) -> StepResult:
+    """One update of the weights from the next global batch. **Collective.**
+
+    Raises:
+        NotFiniteError: on every rank, if the configuration asks for the check.
+    """
+    run.optimizer.zero_grad()
+    loss = loss_of(forward_backward(run, run.streams.train, forward_only=False))
+    if run.plan.checks_for_nan:
+        _check_finite(run, "loss", loss)
+    is_updated, grad_norm, num_zeros = run.optimizer.step()
+    if is_updated:
+        if run.config.optimizer.clip_grad == 0:
+            grad_norm = run.optimizer.get_grad_norm()  # megatron-core takes it only to clip by it.
+        if run.plan.checks_for_nan:
+            _check_finite(run, "gradient norm", grad_norm)
+        run.scheduler.step(run.plan.global_batch_size)
+    return StepResult(
+        loss=loss,
+        is_skipped=not is_updated,
+        grad_norm=grad_norm,
+        # megatron-core says 0 when it has not counted.
+        num_zeros=num_zeros if run.config.logger.log_num_zeros_in_grad else None,
+    )
+
+
+def forward_backward(run: Run, stream: DataStream, *, forward_only: bool) -> torch.Tensor:
+    """The next global batch of `stream`: (sum of losses, number of tokens) over all ranks, fp64. **Collective.**"""
+    reports = get_forward_backward_func()(
+        forward_step_func=run.task.forward_step,
+        data_iterator=stream,
+        model=[run.model],
+        num_microbatches=get_num_microbatches(),
+        seq_length=run.config.data.seq_length,
+        micro_batch_size=run.config.train.micro_batch_size,
+        forward_only=forward_only,
+    )
+    # fp32 would stop counting tokens one by one at 2**24.
+    total = torch.stack([report[LOSS] for report in reports]).double().sum(dim=0)
+    dist.all_reduce(total, group=run.world.data_parallel_group)
+    return total
+
+
+def loss_of(total: torch.Tensor) -> torch.Tensor:
+    """The loss per token of (sum of losses, number of tokens)."""
+    return total[0] / total[1].clamp(min=1)
+
+
+def _check_finite(run: Run, name: str, value: torch.Tensor | float) -> None:
+    # Every rank has the same value and so comes to the same end.
+    if not math.isfinite(float(value)):
+        raise NotFiniteError(
+            f"the {name} of iteration {run.state.iteration + 1} is {float(value)}, with learning rate "
+            f"{run.optimizer.param_groups[0]['lr']:.3E}; lower --lr, or look at the data (samples from "
+            f"{run.state.consumed_train_samples} on). --no-check-for-nan-in-loss-and-grad goes on anyway"
+        )
