@@ -17,7 +17,9 @@ def initialize_groups() -> None:
 
     if not _groups:
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-        _groups.update({name: value for name, value in vars(parallel_state).items() if name[0] == "_" and name.isupper()})
+        _groups.update(
+            {name: value for name, value in vars(parallel_state).items() if name[0] == "_" and name.isupper()}
+        )
     vars(parallel_state).update(_groups)
 
 
@@ -48,18 +50,22 @@ def gpt_config(**overrides):
 def gpt_model(config, *, tied: bool = False, seed: int = 11) -> torch.nn.Module:
     """A GPTModel of the local spec, the same on every rank."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization),
+        layer,
         vocab_size=VOCAB,
         max_sequence_length=SEQUENCE,
         share_embeddings_and_output_weights=tied,
         position_embedding_type="rope",
+        mtp_block_spec=get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
+        if config.mtp_num_layers
+        else None,
     )
 
 

@@ -1,7 +1,5 @@
 """GPT models trained through megatron-core's schedule, sharded, against one process in plain torch."""
 
-import functools
-
 import pytest
 import torch
 
@@ -13,15 +11,19 @@ SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules"
 TWO_LAYER_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 
 
-@functools.cache
-def reference(pool: RankPool, key: tuple) -> list[Record]:
+_references: dict[str, list[Record]] = {}
+
+
+def reference(pool: RankPool, case: Case) -> list[Record]:
     """Whole-model records; the same for all strategies and for recomputation, so computed once."""
-    tied, dtype, per_token, optimizer = key
-    return pool.run(train_whole, Case(tied=tied, dtype=dtype, per_token=per_token, optimizer=optimizer))[0]
+    key = repr(case.reference())
+    if key not in _references:
+        _references[key] = pool.run(train_whole, case.reference())[0]
+    return _references[key]
 
 
 def check(pool: RankPool, case: Case, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    expected = reference(pool, (case.tied, case.dtype, case.per_token, case.optimizer))
+    expected = reference(pool, case)
     for records in pool.run(train_sharded, case):
         for record, wanted in zip(records, expected, strict=True):
             assert record.loss == pytest.approx(wanted.loss, rel=rtol)
@@ -30,7 +32,9 @@ def check(pool: RankPool, case: Case, *, rtol: float = 1e-5, atol: float = 1e-6)
                 assert record.zeros == wanted.zeros
             assert record.weights.keys() == wanted.weights.keys()
             for name, weight in record.weights.items():
-                torch.testing.assert_close(weight, wanted.weights[name], rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
+                torch.testing.assert_close(
+                    weight, wanted.weights[name], rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
+                )
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -42,10 +46,10 @@ def test_every_strategy_trains_like_one_process(mcore_ranks2: RankPool, strategy
 @pytest.mark.parametrize(
     "case",
     [
-        Case(config=FULL_RECOMPUTE),
-        Case(config=FULL_RECOMPUTE, tied=True),
-        Case(config=TWO_LAYER_RECOMPUTE, strategy=2),
-        Case(config=SELECTIVE_RECOMPUTE),
+        Case(recompute=FULL_RECOMPUTE),
+        Case(recompute=FULL_RECOMPUTE, tied=True),
+        Case(recompute=TWO_LAYER_RECOMPUTE, strategy=2),
+        Case(recompute=SELECTIVE_RECOMPUTE),
         Case(per_token=True),
         Case(per_token=True, strategy=1, tied=True),
         Case(optimizer="sgd"),
@@ -53,11 +57,30 @@ def test_every_strategy_trains_like_one_process(mcore_ranks2: RankPool, strategy
         Case(ddp={"overlap_grad_reduce": True, "overlap_param_gather": True}, strategy=1),
         Case(ddp={"average_in_collective": True}),
         Case(loss_scale=4.0),
+        Case(frozen="embedding"),
+        Case(frozen="decoder.layers.1", recompute=FULL_RECOMPUTE),
+        Case(frozen="weight", strategy=0),
     ],
     ids=str,
 )
 def test_what_changes_the_schedule_does_not_change_the_result(mcore_ranks2: RankPool, case: Case) -> None:
     check(mcore_ranks2, case)
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+def test_experts_that_a_rank_does_not_use_take_part(mcore_ranks2: RankPool, strategy: int) -> None:
+    experts = {
+        "num_moe_experts": 8,
+        "moe_router_topk": 2,
+        "add_bias_linear": False,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    check(mcore_ranks2, Case(strategy=strategy, config=experts))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_multi_token_prediction_reads_embedding_and_output_again(mcore_ranks2: RankPool, tied: bool) -> None:
+    check(mcore_ranks2, Case(tied=tied, config={"mtp_num_layers": 1}))
 
 
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])

@@ -44,7 +44,9 @@ def load_and_compute(dtype: torch.dtype, source: str) -> tuple[bool, bool]:
     with torch.no_grad():
         output = model(batch, batch, None)
     weights = whole_weights(model)
-    return all(torch.equal(weights[name], weight) for name, weight in whole_weights(other).items()), torch.equal(output, expected)
+    return all(torch.equal(weights[name], weight) for name, weight in whole_weights(other).items()), torch.equal(
+        output, expected
+    )
 
 
 @pytest.mark.parametrize("source", ["sharded", "full", "bare names"])
@@ -138,7 +140,10 @@ def adapter_with(strategy: int | str, unit_modules: list | None, **options) -> d
     config = gpt_config()
     ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy)
     before = copy.deepcopy(ddp_config)
-    options = {**options, "pg_collection": ProcessGroupCollection.use_mpu_process_groups() if options.get("pg_collection") else None}
+    options = {
+        **options,
+        "pg_collection": ProcessGroupCollection.use_mpu_process_groups() if options.get("pg_collection") else None,
+    }
     model = FullyShardedDataParallel(config, ddp_config, gpt_model(config), unit_modules, **options)
     return {
         "units": [unit.__name__ if isinstance(unit, type) else unit for unit in model.fsdp_unit_modules],
@@ -150,7 +155,12 @@ def adapter_with(strategy: int | str, unit_modules: list | None, **options) -> d
 
 
 def test_transformer_layers_are_the_units_unless_nothing_is_sharded(mcore_ranks2: RankPool) -> None:
-    for strategy, units in ((0, []), (1, ["TransformerLayer"]), ("optim_grads", ["TransformerLayer"]), (3, ["TransformerLayer"])):
+    for strategy, units in (
+        (0, []),
+        (1, ["TransformerLayer"]),
+        ("optim_grads", ["TransformerLayer"]),
+        (3, ["TransformerLayer"]),
+    ):
         for result in mcore_ranks2.run(adapter_with, strategy, None):
             assert result["units"] == units
             assert result["is_untouched"]
@@ -158,7 +168,9 @@ def test_transformer_layers_are_the_units_unless_nothing_is_sharded(mcore_ranks2
 
 
 def adapter_from_groups() -> dict:
-    return adapter_with(3, ["megatron.core.transformer.transformer_layer.TransformerLayer"], pg_collection=True, disable_bucketing=True)
+    return adapter_with(
+        3, ["megatron.core.transformer.transformer_layer.TransformerLayer"], pg_collection=True, disable_bucketing=True
+    )
 
 
 def test_units_come_as_paths_and_groups_as_a_collection(mcore_ranks2: RankPool) -> None:
@@ -191,7 +203,9 @@ def build_refused(config: dict, ddp: dict) -> None:
         ({}, {"num_distributed_optimizer_instances": 2}, "num_distributed_optimizer_instances=2"),
     ],
 )
-def test_combinations_that_would_be_wrong_are_refused(mcore_ranks2: RankPool, config: dict, ddp: dict, match: str) -> None:
+def test_combinations_that_would_be_wrong_are_refused(
+    mcore_ranks2: RankPool, config: dict, ddp: dict, match: str
+) -> None:
     mcore_ranks2.run_expecting(NotImplementedError, match, build_refused, config, ddp)
 
 

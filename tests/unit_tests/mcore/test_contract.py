@@ -7,15 +7,23 @@ import pytest
 import torch
 
 from tests.unit_tests.harness.rank_pool import RankPool
-from tests.unit_tests.mcore.training import Case, Record, build, build_optimizer, connect, schedule, train_sharded, train_whole
-
+from tests.unit_tests.mcore.training import (
+    Case,
+    Record,
+    build,
+    build_optimizer,
+    connect,
+    schedule,
+    train_sharded,
+    train_whole,
+)
 
 FUSED = {"gradient_accumulation_fusion": True}
 
 
 @contextlib.contextmanager
 def fused_linear_layers() -> Iterator[None]:
-    """megatron-core's linear layers write a sharded weight's gradient themselves, but insist on a kernel that they do not use then."""
+    """megatron-core's linear layers need no kernel to write a sharded weight's gradient, but insist on one."""
     from megatron.core.tensor_parallel import layers
 
     before, layers._grad_accum_fusion_available = layers._grad_accum_fusion_available, True
@@ -75,7 +83,9 @@ def gradients(decoupled: bool) -> dict:
     other = "grad" if decoupled else "decoupled_grad"
     params = list(model.parameters())
     return {
-        "are_everywhere": all(getattr(param, name)._local_tensor.shape == param._local_tensor.shape for param in params),
+        "are_everywhere": all(
+            getattr(param, name)._local_tensor.shape == param._local_tensor.shape for param in params
+        ),
         "nothing_else": all(getattr(param, other, None) is None for param in params),
     }
 
@@ -129,7 +139,9 @@ def slices() -> dict[str, tuple]:
     model = build(Case())
     found = {}
     for name, param in unwrap_model(model).named_parameters():
-        tp_mesh = param.megatron_fsdp_dist_index.get_submesh([param.megatron_fsdp_dist_index.tp_dim], is_expert_parallel=False)
+        tp_mesh = param.megatron_fsdp_dist_index.get_submesh(
+            [param.megatron_fsdp_dist_index.tp_dim], is_expert_parallel=False
+        )
         part = param.megatron_fsdp_slice
         found[name] = (part.start, part.stop, param.to_local().numel(), param.numel(), tp_mesh.size())
     return found
@@ -141,7 +153,7 @@ def test_a_parameter_knows_its_flat_slice(mcore_ranks2: RankPool) -> None:
     for name, (start, stop, numel, full, tp_size) in first.items():
         other_start, other_stop, other_numel, *_ = second[name]
         assert (stop - start, other_stop - other_start, tp_size) == (numel, other_numel, 1)
-        covered = sorted((part for part in ((start, stop), (other_start, other_stop)) if part[0] < part[1]))
+        covered = sorted(part for part in ((start, stop), (other_start, other_stop)) if part[0] < part[1])
         assert covered[0][0] == 0 and covered[-1][1] == full and (len(covered) == 1 or covered[0][1] == covered[1][0])
 
 
@@ -167,7 +179,7 @@ def synchronization() -> dict:
 
 
 def test_the_schedule_and_the_loop_find_their_calls(mcore_ranks2: RankPool) -> None:
-    # no_sync, start_grad_sync, finish_grad_sync, scale_gradients, broadcast_params, is_last_microbatch: schedules, training
+    # no_sync, is_last_microbatch, start_grad_sync, finish_grad_sync, scale_gradients, broadcast_params: schedules
     assert mcore_ranks2.run(synchronization) == [{"inside": False, "after": True, "is_scaled": True}] * 2
 
 

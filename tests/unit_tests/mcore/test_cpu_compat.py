@@ -44,7 +44,12 @@ def real_torch() -> dict:
         raises = True
     proxied = utils.torch.zeros(2, device="cuda", pin_memory=True)
     device = utils.torch.cuda.current_device()
-    return {"class_is_shared": class_is_shared, "torch_still_raises": raises, "proxied": proxied.device.type, "device": str(device)}
+    return {
+        "class_is_shared": class_is_shared,
+        "torch_still_raises": raises,
+        "proxied": proxied.device.type,
+        "device": str(device),
+    }
 
 
 def test_only_megatron_cores_torch_is_replaced(mcore_ranks2: RankPool) -> None:
@@ -103,7 +108,7 @@ def train_step(overrides: dict) -> tuple[float, bool]:
         {"hidden_dropout": 0.1, "attention_dropout": 0.1},
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-        # With linear biases megatron-core itself recurses for ever here: the checkpointed MLP returns its bias parameter.
+        # With linear biases megatron-core recurses for ever here: the checkpointed MLP returns its bias parameter.
         {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"], "add_bias_linear": False},
         {"num_moe_experts": 2, "moe_router_topk": 2, "add_bias_linear": False, "moe_token_dispatcher_type": "alltoall"},
     ],
@@ -117,4 +122,6 @@ def test_a_gpt_trains_one_step(mcore_ranks2: RankPool, overrides: dict) -> None:
 
 def test_importing_the_module_does_not_import_megatron_core() -> None:
     code = "import sys, megatron_fsdp.mcore.cpu_compat; sys.exit('megatron.core' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )

@@ -25,7 +25,9 @@ def forget_warnings() -> None:
 
 def test_ours_is_a_megatron_core_config_with_thirteen_more_fields() -> None:
     assert issubclass(OurConfig, McoreConfig)
-    names = {field.name for field in dataclasses.fields(OurConfig)} - {field.name for field in dataclasses.fields(McoreConfig)}
+    names = {field.name for field in dataclasses.fields(OurConfig)} - {
+        field.name for field in dataclasses.fields(McoreConfig)
+    }
     assert len(names) == 13
     for field in dataclasses.fields(McoreConfig):
         assert getattr(OurConfig(), field.name) == getattr(McoreConfig(), field.name)
@@ -33,7 +35,10 @@ def test_ours_is_a_megatron_core_config_with_thirteen_more_fields() -> None:
 
 def test_every_field_has_exactly_one_reader() -> None:
     for field in dataclasses.fields(OurConfig):
-        homes = [field.name in table for table in (ENGINE_FIELDS, ddp_config._REFUSED, ddp_config._WITHOUT_EFFECT, ddp_config._READ_ELSEWHERE)]
+        homes = [
+            field.name in table
+            for table in (ENGINE_FIELDS, ddp_config._REFUSED, ddp_config._WITHOUT_EFFECT, ddp_config._READ_ELSEWHERE)
+        ]
         assert sum(homes) == 1, field.name
     for table in (ddp_config._REFUSED, ddp_config._WITHOUT_EFFECT):
         for name, (default, _) in table.items():
@@ -52,7 +57,12 @@ def test_megatron_cores_own_class_resolves_with_the_missing_fields_at_their_defa
 
 @pytest.mark.parametrize("name", sorted(ENGINE_FIELDS))
 def test_every_engine_field_arrives(name: str) -> None:
-    changed = {bool: lambda value: not value, str: lambda _: "optim_grads_params", type(None): lambda _: 7, torch.dtype: lambda _: None}
+    changed = {
+        bool: lambda value: not value,
+        str: lambda _: "optim_grads_params",
+        type(None): lambda _: 7,
+        torch.dtype: lambda _: None,
+    }
     default = getattr(OurConfig(), name)
     value = torch.bfloat16 if name.endswith("_dtype") else changed[type(default)](default)
     assert getattr(resolve(OurConfig(**{name: value})).engine, name) == value
@@ -60,7 +70,13 @@ def test_every_engine_field_arrives(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("given", "came"),
-    [("bf16", torch.bfloat16), ("torch.float16", torch.float16), (torch.float32, torch.float32), ("auto", None), (None, None)],
+    [
+        ("bf16", torch.bfloat16),
+        ("torch.float16", torch.float16),
+        (torch.float32, torch.float32),
+        ("auto", None),
+        (None, None),
+    ],
 )
 def test_dtypes_are_torch_dtypes_or_names(given: object, came: torch.dtype | None) -> None:
     precision = resolve(OurConfig(megatron_fsdp_main_grads_dtype=given, megatron_fsdp_grad_comm_dtype=given)).precision
@@ -120,7 +136,10 @@ def test_buckets_by_count_become_buckets_by_size() -> None:
 
 
 def test_the_users_config_is_left_alone() -> None:
-    for config in (OurConfig(num_buckets=2, grad_reduce_in_fp32=True, nccl_ub=True), McoreConfig(check_for_large_grads=True)):
+    for config in (
+        OurConfig(num_buckets=2, grad_reduce_in_fp32=True, nccl_ub=True),
+        McoreConfig(check_for_large_grads=True),
+    ):
         before = copy.deepcopy(config)
         resolve(config, unbucketed_numel=10)
         assert config == before

@@ -49,7 +49,10 @@ def test_megatron_cores_tags_tell_for_unknown_classes(dim: int, mode: str | None
 
 
 def test_tags_count_only_on_split_parameters() -> None:
-    assert tensor_parallel_mode(module_named("Custom"), "weight", tagged(tensor_model_parallel=False, partition_dim=0)) is None
+    assert (
+        tensor_parallel_mode(module_named("Custom"), "weight", tagged(tensor_model_parallel=False, partition_dim=0))
+        is None
+    )
     assert partition_dim(tagged(tensor_model_parallel=True, partition_dim=2), None) == 2
     assert partition_dim(tagged(partition_dim=0), None) is None
 

@@ -1,4 +1,4 @@
-"""megatron-core's groups become the engine's axes; parallelism that is not combined with sharding yet is refused by name."""
+"""megatron-core's groups become the engine's axes; parallelism that is not combined yet is refused by name."""
 
 import pytest
 import torch.distributed as dist
@@ -80,6 +80,8 @@ def without_groups(collection: bool) -> None:
     build_dist_index(ProcessGroupCollection() if collection else None)
 
 
-@pytest.mark.parametrize(("collection", "match"), [(False, "initialize_model_parallel"), (True, "no data-parallel group")])
+@pytest.mark.parametrize(
+    ("collection", "match"), [(False, "initialize_model_parallel"), (True, "no data-parallel group")]
+)
 def test_missing_groups_are_named(mcore_ranks2: RankPool, collection: bool, match: str) -> None:
     mcore_ranks2.run_expecting(ValueError, match, without_groups, collection)

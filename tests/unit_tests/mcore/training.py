@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from tests.unit_tests.mcore.models import gpt_config, gpt_model, initialize_groups, tokens
 
-STEPS, LR, WEIGHT_DECAY, CLIP = 3, 0.01, 0.1, 0.5
-#: Of the gradients' order of magnitude. With torch's default, Adam turns the rounding of a tiny gradient into a full step.
+STEPS, LR, WEIGHT_DECAY, CLIP = 2, 0.01, 0.1, 0.5
+#: Of the gradients' magnitude. With torch's default, Adam turns the rounding of a tiny gradient into a full step.
 ADAM_EPS = 1e-2
 
 
@@ -29,7 +29,23 @@ class Case:
     optimizer: str = "adam"
     loss_scale: float | None = None
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Options of the model's configuration."""
+    recompute: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """More of them, which change no number."""
     ddp: dict[str, Any] = dataclasses.field(default_factory=dict)
+    frozen: str = ""
+    """Parameters whose name contains this are not trained."""
+
+    def reference(self) -> "Case":
+        """The case that plain torch knows: nothing in it speaks of sharding."""
+        return dataclasses.replace(self, strategy=0, recompute={}, ddp={}, loss_scale=None)
+
+    def model(self) -> torch.nn.Module:
+        """The user's model, the same on every rank."""
+        model = gpt_model(self.transformer_config(), tied=self.tied, seed=self.seed)
+        for name, param in model.named_parameters():
+            param.requires_grad_(not (self.frozen and self.frozen in name))
+        return model
 
     def transformer_config(self):
         return gpt_config(
@@ -38,6 +54,7 @@ class Case:
             params_dtype=self.dtype,
             calculate_per_token_loss=self.per_token,
             **self.config,
+            **self.recompute,
         )
 
 
@@ -58,8 +75,8 @@ def build(case: Case) -> torch.nn.Module:
     from megatron_fsdp.mcore import DistributedDataParallelConfig, FullyShardedDataParallel
 
     initialize_groups()
-    config = case.transformer_config()
-    model = gpt_model(config, tied=case.tied, seed=case.seed)
+    model = case.model()
+    config = model.config
     if case.dtype is not torch.float32:
         model = Float16Module(config, model)
     ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy=case.strategy, **case.ddp)
@@ -166,29 +183,39 @@ def train_sharded(case: Case) -> list[Record]:
 
 
 def train_whole(case: Case, world_size: int = 2) -> list[Record]:
-    """A pool job: every rank computes all ranks' batches itself. Compute is in `case.dtype`, everything else in fp32."""
+    """A pool job: every rank computes all ranks' batches itself, in `case.dtype`; everything else is in fp32."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
     initialize_groups()
-    model = gpt_model(case.transformer_config(), tied=case.tied).to(case.dtype)
-    main = {name: param.detach().float().requires_grad_() for name, param in model.named_parameters()}
+    model = case.model().to(case.dtype)
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    main = {name: param.detach().float().requires_grad_() for name, param in trained.items()}
     optimizer = _whole_optimizer(case, main)
+    # The schedule's part in multi-token prediction, whose loss enters backward by itself.
+    MTPLossAutoScaler.set_loss_scale(torch.tensor(1.0 / (world_size * case.microbatches)))
     records = []
     for step in range(STEPS):
         model.zero_grad()
-        parts = [_whole_loss(model, tokens(rank, step, micro)) for rank in range(world_size) for micro in range(case.microbatches)]
+        parts = [
+            _whole_loss(model, tokens(rank, step, micro))
+            for rank in range(world_size)
+            for micro in range(case.microbatches)
+        ]
         if case.per_token:
             loss = sum(total for total, _ in parts) / sum(count for _, count in parts)
         else:
             loss = sum(total / count for total, count in parts) / len(parts)
         loss.backward()
-        for name, param in model.named_parameters():
-            main[name].grad = param.grad.float()
+        for name, param in trained.items():
+            main[name].grad = param.grad.float() if param.grad is not None else torch.zeros_like(main[name])
         zeros = sum(int((param.grad == 0).sum()) for param in main.values())
         norm = torch.nn.utils.clip_grad_norm_(main.values(), CLIP)
         optimizer.step()
         with torch.no_grad():
-            for name, param in model.named_parameters():
+            for name, param in trained.items():
                 param.copy_(main[name])
-        records.append(Record(float(loss), float(norm), zeros, {name: value.detach().clone() for name, value in main.items()}))
+        whole = {name: main.get(name, param).detach().clone() for name, param in model.named_parameters()}
+        records.append(Record(float(loss), float(norm), zeros, whole))
     return records
 
 
@@ -199,9 +226,7 @@ def _whole_loss(model: torch.nn.Module, batch: torch.Tensor) -> tuple[torch.Tens
 
 
 def _whole_optimizer(case: Case, main: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [param], "weight_decay": 0.0 if param.dim() == 1 else WEIGHT_DECAY} for param in main.values()
-    ]
+    groups = [{"params": [param], "weight_decay": 0.0 if param.dim() == 1 else WEIGHT_DECAY} for param in main.values()]
     if case.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=LR, momentum=0.9)
     return torch.optim.AdamW(groups, lr=LR, eps=ADAM_EPS)

@@ -1,4 +1,4 @@
-"""`FullyShardedDataParallel`: the engine under the names and arguments of megatron-core. It translates, and holds no tensor."""
+"""`FullyShardedDataParallel`: the engine under megatron-core's names and arguments; it holds no tensor of its own."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,10 @@ _PREFIX = "module."
 #: TransformerConfig options that the engine is not combined with: field -> (the value that means off, why).
 _REFUSED: dict[str, tuple[object, str]] = {
     "overlap_moe_expert_parallel_comm": (False, "it calls layers in parts, whose weights are gathered as one"),
-    "delay_wgrad_compute": (False, "gradients are reduced when their unit's backward ends, before a delayed one exists"),
+    "delay_wgrad_compute": (
+        False,
+        "gradients are reduced when their unit's backward ends, before a delayed one exists",
+    ),
     "cuda_graph_impl": ("none", "graphs capture the addresses of weights that are gathered anew in each forward"),
 }
 
@@ -44,15 +47,15 @@ class LoadResult(NamedTuple):
 class FullyShardedDataParallel(MegatronFSDP):
     """A megatron-core model whose parameters, gradients and optimizer state are sharded over the data-parallel ranks.
 
-    `.module` is what was passed in, so that parameters have the names that megatron-core's DistributedDataParallel gives them.
-    **Collective**: all data-parallel ranks construct it alike.
+    `.module` is what was passed in, so that parameters have the names that megatron-core's DistributedDataParallel
+    gives them. **Collective**: all data-parallel ranks construct it alike.
 
     Args:
         config: of the model.
         ddp_config: megatron-core's class or this package's; stays as it is. `.ddp_config` shows what was made of it.
         module: on any device, in a Float16Module for bf16 and fp16.
-        fsdp_unit_modules: classes or import paths of what is gathered and released as one; None: transformer and Mamba layers
-            if anything is sharded at all.
+        fsdp_unit_modules: classes or import paths of what is gathered and released as one; None: transformer and
+            Mamba layers if anything is sharded at all.
         disable_bucketing: never cut the parameters outside all units.
         device: where to compute; None: the current CUDA device, or the CPU where there is none.
         pg_collection: process groups; None: megatron-core's global ones.
@@ -114,8 +117,8 @@ class FullyShardedDataParallel(MegatronFSDP):
 
     # -- state dicts ----------------------------------------------------------------------------------------------
     #
-    # Float16Module hides its own name from state dicts by passing the calls on to the model, past the hooks that the engine
-    # has on it. So the standard calls are made here, on it, and its name is taken out of the keys afterwards.
+    # Float16Module hides its own name from state dicts by passing the calls on to the model, past the hooks
+    # that the engine has on it. So the standard calls are made here, on it, and its name is taken out of the keys.
 
     def state_dict(
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
@@ -132,9 +135,9 @@ class FullyShardedDataParallel(MegatronFSDP):
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> LoadResult:
-        """Loads a `state_dict()`, or the bare user model's, sharded or full, and makes compute weights current. **Collective.**
+        """Loads a `state_dict()`, or the bare model's, sharded or full; compute weights are then current.
 
-        Modules' `_extra_state`, which `state_dict()` leaves out, may be absent.
+        **Collective.** Modules' `_extra_state`, which `state_dict()` leaves out, may be absent.
 
         Raises:
             RuntimeError: shapes differ, or with `strict` a key is missing or unexpected.
@@ -148,8 +151,8 @@ class FullyShardedDataParallel(MegatronFSDP):
         )
         if strict and any(result):
             raise RuntimeError(
-                f"the state dict does not fit the model: missing {result.missing_keys}, unexpected {result.unexpected_keys}; "
-                "pass strict=False to load what does"
+                f"the state dict does not fit the model: missing {result.missing_keys}, "
+                f"unexpected {result.unexpected_keys}; pass strict=False to load what does"
             )
         return result
 
@@ -165,4 +168,6 @@ def _check(config: TransformerConfig) -> None:
     for name, (off, reason) in _REFUSED.items():
         value = getattr(config, name, off)
         if value != off:
-            raise NotImplementedError(f"TransformerConfig.{name}={value!r} is not supported with Megatron-FSDP: {reason}. Use {off!r}.")
+            raise NotImplementedError(
+                f"TransformerConfig.{name}={value!r} is not supported with Megatron-FSDP: {reason}. Use {off!r}."
+            )

@@ -1,9 +1,9 @@
 """megatron-core 0.16.1 on machines without CUDA, and without TransformerEngine.
 
-megatron-core names `torch.cuda` and `device="cuda"` literally on every path of a training step. Nothing inside `torch` is
-replaced to cure that: each loaded `megatron.core.*` module has its own global `torch`, and that global is pointed at a copy of the
-torch namespace whose `cuda` answers from the CPU. User code, torch itself and other packages keep the real `torch`.
-The one exception is `torch.Tensor.cuda`, a method, which no module-level name can redirect.
+megatron-core names `torch.cuda` and `device="cuda"` literally on every path of a training step. Nothing inside `torch`
+is replaced to cure that: each loaded `megatron.core.*` module has its own global `torch`, and that global is pointed at
+a copy of the torch namespace whose `cuda` answers from the CPU. User code, torch itself and other packages keep the
+real `torch`. The one exception is `torch.Tensor.cuda`, a method, which no module-level name can redirect.
 """
 
 import contextlib
@@ -72,8 +72,8 @@ _FACTORIES = (
 def install() -> bool:
     """Makes megatron-core run on the CPU; returns whether it had to.
 
-    With CUDA available only `fix_without_te` is applied. Call it before building megatron-core modules; calling it again is cheap
-    and also covers modules imported since.
+    With CUDA available only `fix_without_te` is applied. Call it before building megatron-core modules; calling it
+    again is cheap and also covers modules imported since.
     """
     fix_without_te()
     if default_device_type() != "cpu":
@@ -90,6 +90,9 @@ def install() -> bool:
     return True
 
 
+# megatron-core is imported inside functions: importing this module must cost nothing.
+
+
 def fix_without_te() -> None:
     """Repairs two names that megatron-core 0.16.1 leaves broken wherever TransformerEngine is absent, on CUDA as well.
 
@@ -99,8 +102,8 @@ def fix_without_te() -> None:
     """
     if importlib.util.find_spec("transformer_engine") is not None:
         return
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.tensor_parallel import random  # noqa: PLC0415
+    from megatron.core.transformer.moe import moe_utils  # noqa: PLC0415
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
@@ -209,7 +212,7 @@ def _cuda_on_cpu() -> types.ModuleType:
 
 def _patch_rng_tracker() -> None:
     """The random-state tracker forks the CPU generator, the one that dropout and initialization draw from here."""
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import random  # noqa: PLC0415
 
     random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
@@ -224,8 +227,8 @@ def _not_about_cpu_rng(record: logging.LogRecord) -> bool:
 
 
 def _patch_moe_splits() -> None:
-    """The token dispatcher turns split sizes into numpy arrays only when they lie on a GPU; all_to_all_single takes no tensors."""
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    """The dispatcher makes numpy arrays only of split sizes that lie on a GPU; all_to_all_single takes no tensors."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: PLC0415
 
     def maybe_move_tensor_to_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
         return tensor.cpu().numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -1,7 +1,7 @@
 """megatron-core's `DistributedDataParallelConfig` with the fields that 0.16.1 lacks, and what they mean to the engine.
 
-Every field of the two classes falls into one table below: read by the engine, refused, without effect (said once), or read by
-megatron-core itself. Nothing is accepted and dropped in silence.
+Every field of the two classes falls into one table below: read by the engine, refused, without effect (said once), or
+read by megatron-core itself. Nothing is accepted and dropped in silence.
 """
 
 import dataclasses
@@ -88,7 +88,8 @@ class DistributedDataParallelConfig(McoreDistributedDataParallelConfig):
             raise ValueError(f"num_buckets is {self.num_buckets}; expected a positive number of buckets, or None")
         if self.num_buckets is not None and self.bucket_size is not None:
             raise ValueError(
-                f"bucket_size={self.bucket_size} and num_buckets={self.num_buckets} both say where buckets end; set one of them"
+                f"bucket_size={self.bucket_size} and num_buckets={self.num_buckets} both say where buckets end; "
+                "set one of them"
             )
         if self.megatron_fsdp_max_pool_double_buffer:
             self.fsdp_double_buffer = True
@@ -110,16 +111,25 @@ class ResolvedConfig:
 
 #: Options that are refused: field -> (the value that means off, why, what to do).
 _REFUSED: dict[str, tuple[object, str]] = {
-    "num_distributed_optimizer_instances": (1, "a second, outer data-parallel axis is not built from megatron-core's groups yet"),
+    "num_distributed_optimizer_instances": (
+        1,
+        "a second, outer data-parallel axis is not built from megatron-core's groups yet",
+    ),
     "fp4_param_gather": (False, "there is no fp4 weight codec"),
     "megatron_fsdp_version": (1, "there is one engine, and it has the interface of version 1"),
-    "delay_wgrad_compute": (False, "gradients are reduced when their unit's backward ends, before a delayed weight gradient exists"),
+    "delay_wgrad_compute": (
+        False,
+        "gradients are reduced when their unit's backward ends, before a delayed weight gradient exists",
+    ),
     "preserve_fp32_weights": (True, "it was replaced by megatron_fsdp_main_params_dtype=None"),
 }
 
 #: DistributedDataParallel's own knobs: field -> (its default, what takes its place).
 _WITHOUT_EFFECT: dict[str, tuple[object, str]] = {
-    "grad_reduce_in_fp32": (False, "set megatron_fsdp_main_grads_dtype or megatron_fsdp_grad_comm_dtype to torch.float32"),
+    "grad_reduce_in_fp32": (
+        False,
+        "set megatron_fsdp_main_grads_dtype or megatron_fsdp_grad_comm_dtype to torch.float32",
+    ),
     "check_for_large_grads": (False, "watch the gradient norm"),
     "pad_buckets_for_high_nccl_busbw": (False, "the engine's own layout decides the padding"),
     "reduce_scatter_with_fp32_accumulation": (False, "set megatron_fsdp_grad_comm_dtype=torch.float32"),

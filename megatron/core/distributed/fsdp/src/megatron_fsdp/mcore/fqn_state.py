@@ -1,4 +1,4 @@
-"""An optimizer's state keyed by parameter name in place of parameter index, so that it can be read back on other ranks."""
+"""An optimizer's state keyed by parameter name, not index, so that it can be read back on other ranks."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ _IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
 
 
 def export(optimizer: torch.optim.Optimizer, fqns: Mapping[torch.nn.Parameter, str]) -> dict:
-    """`{"state": {fqn: {name: tensor}}, "param_to_group_meta": {fqn: {option: value}}}`; tensors are the optimizer's own.
+    """`{"state": {fqn: {name: tensor}}, "param_to_group_meta": {fqn: {option: value}}}`, with the optimizer's tensors.
 
     Shards of a sharded model's parameters tell torch's distributed checkpoint where they lie.
     """
@@ -35,7 +35,7 @@ def load(optimizer: torch.optim.Optimizer, fqns: Mapping[torch.nn.Parameter, str
     """
     for group in optimizer.param_groups:
         names = [fqns[param] for param in group["params"]]
-        for param, name in zip(group["params"], names):
+        for param, name in zip(group["params"], names, strict=True):
             _load_tensors(optimizer.state[param], _entry(saved, "state", name), name)
         if names:
             _load_options(group, {name: _entry(saved, "param_to_group_meta", name) for name in names})
@@ -45,13 +45,17 @@ def _entry(saved: Mapping, part: str, name: str) -> Mapping:
     try:
         return saved[part][name]
     except KeyError:
-        raise ValueError(f"the saved optimizer has no {part!r} of parameter {name!r}; it belongs to another model") from None
+        raise ValueError(
+            f"the saved optimizer has no {part!r} of parameter {name!r}; it belongs to another model"
+        ) from None
 
 
 def _load_tensors(state: dict, saved: Mapping, name: str) -> None:
     missing = sorted(set(state) - set(saved))
     if missing:
-        raise ValueError(f"the saved optimizer state of {name!r} has no {missing}; it was written by another kind of optimizer")
+        raise ValueError(
+            f"the saved optimizer state of {name!r} has no {missing}; it was written by another kind of optimizer"
+        )
     for key, tensor in state.items():
         if saved[key] is tensor:
             continue  # Read in place by the checkpoint's reader.
@@ -78,7 +82,11 @@ def _options(group: dict) -> dict:
 
 def _same(one: object, other: object) -> bool:
     # A checkpoint may give a tuple back as a list.
-    return list(one) == list(other) if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)) else one == other
+    return (
+        list(one) == list(other)
+        if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list))
+        else one == other
+    )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The agreement with layers that write their weight's gradient themselves (`gradient_accumulation_fusion`).
 
-In backward such a layer takes `weight.get_main_grad()` and overwrites it with the gradient, sets `grad_added_to_main_grad`, and gives
-autograd a dummy, so that hooks still run.
+In backward such a layer takes `weight.get_main_grad()` and overwrites it with the gradient, sets
+`grad_added_to_main_grad`, and gives autograd a dummy, so that hooks still run.
 """
 
 import dataclasses
@@ -23,11 +23,13 @@ def check(root_params: Sequence[nn.Parameter]) -> None:
     """Raises NotImplementedError where an overwritten gradient would lose a part."""
     if root_params:
         raise NotImplementedError(
-            "gradient_accumulation_fusion with a weight that two modules read (tied embedding, multi-token prediction): "
-            "the second gradient would overwrite the first. Turn the fusion off or untie the weights."
+            "gradient_accumulation_fusion with a weight that two modules read (tied or multi-token prediction): the "
+            " second gradient would overwrite the first. Turn the fusion off or untie the weights."
         )
     if _HAS_TE and not is_te_min_version("2.10.0"):
-        raise NotImplementedError("gradient_accumulation_fusion needs TransformerEngine 2.10: older ones add to memory that is not zeroed")
+        raise NotImplementedError(
+            "gradient_accumulation_fusion needs TransformerEngine 2.10: older ones add to memory that is not zeroed"
+        )
 
 
 def install(buffer: ParamAndGradBuffer) -> None:
@@ -39,7 +41,7 @@ def install(buffer: ParamAndGradBuffer) -> None:
             param.get_main_grad = _View(weakref.ref(group.main_grad), slot)
             param.grad_added_to_main_grad = False
             param.overwrite_main_grad = True
-            # After the engine's hook, which was registered before: the view would keep the whole group's gradients alive.
+            # Runs after the engine's own hook. The view would keep the whole group's gradients alive.
             param.register_post_accumulate_grad_hook(_forget_main_grad)
 
 

@@ -1,4 +1,4 @@
-"""Norm and number of zeros of gradients that are spread over ranks, each element counted once, with one collective each."""
+"""Norm and zeros of gradients that are spread over ranks, each element counted once, with one collective each."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ def local_grads(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def counted_here(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`local_grads`, without the copies that another rank counts: on a replicated mesh axis the first rank counts alone."""
+    """`local_grads` without copies that another rank counts: on a replicated mesh axis the first rank counts alone."""
     return local_grads([grad for grad in grads if not isinstance(grad, DTensor) or _is_first_copy(grad)])
 
 
@@ -39,7 +39,7 @@ def total_norm(grads: Sequence[torch.Tensor], group: dist.ProcessGroup, device: 
 
 
 def clip_by_norm(grads: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
-    """Scales gradients in place so that their norm, `norm` now, is at most `max_norm`. No synchronization with the host."""
+    """Scales gradients in place so that their norm, `norm` now, is at most `max_norm`; the host does not wait."""
     rows = local_grads(grads)
     if not rows:
         return
@@ -63,5 +63,7 @@ def count_zeros(grads: Sequence[torch.Tensor], group: dist.ProcessGroup, device:
 def _is_first_copy(grad: DTensor) -> bool:
     coordinate = grad.device_mesh.get_coordinate()
     return all(
-        position == 0 for position, placement in zip(coordinate, grad.placements) if placement.is_replicate()
+        position == 0
+        for position, placement in zip(coordinate, grad.placements, strict=True)
+        if placement.is_replicate()
     )

@@ -16,8 +16,8 @@ from megatron_fsdp.mcore.unwrap import unwrap_model
 class FullyShardedOptimizer(MixedPrecisionOptimizer):
     """Steps on the main weights' shards of `FullyShardedDataParallel` models.
 
-    Main weights and gradients are the DTensors that the model shows as `parameters()` and their `.grad`, so nothing is copied
-    between model and main tensors: `finish_grad_sync` has attached the gradients before a step, and
+    Main weights and gradients are the DTensors that the model shows as `parameters()` and their `.grad`, so nothing is
+    copied between model and main tensors: `finish_grad_sync` has attached the gradients before a step, and
     `install_optimized_model_weights` makes the compute weights current after it.
     """
 
@@ -36,7 +36,7 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
             config: megatron-core's.
             grad_scaler: None for bf16 and fp32 without a loss scale.
             model_chunks: `FullyShardedDataParallel` models.
-            grad_stats_group: all ranks that hold distinct gradient shards; norm, zero count and overflow are agreed over it.
+            grad_stats_group: all ranks that hold distinct gradient shards; they agree on norm, zeros and overflow.
             init_state_fn: creates the optimizer's state without a step.
         """
         super().__init__(optimizer, config, grad_scaler, init_state_fn)
@@ -45,7 +45,7 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         self.grad_stats_parallel_group = grad_stats_group
 
     def _grads(self) -> list[torch.Tensor]:
-        """Gradients of distinct parameters, DTensors. A parameter tied to another module appears once among the groups."""
+        """Gradients of distinct parameters, as DTensors; a tied parameter counts once."""
         unique = {id(param): param for param in self.get_parameters() if param_is_not_shared(param)}
         return [param.grad for param in unique.values() if param.grad is not None]
 
@@ -98,7 +98,9 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zeroes the model's gradient buffers and drops `.grad`."""
         if not set_to_none:
-            raise NotImplementedError("gradients are views of the model's buffers, attached anew each step; use set_to_none=True")
+            raise NotImplementedError(
+                "gradients are views of the model's buffers, attached anew each step; use set_to_none=True"
+            )
         for chunk in self.model_chunks:
             chunk.zero_grad_buffer()
 
@@ -120,15 +122,19 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self._load_grad_scaler(state_dict)
 
-    def sharded_state_dict(self, model_sharded_state_dict: dict, is_loading: bool = False, metadata: dict | None = None) -> dict:
+    def sharded_state_dict(
+        self, model_sharded_state_dict: dict, is_loading: bool = False, metadata: dict | None = None
+    ) -> dict:
         """Refused: this is megatron-core's own checkpoint format."""
-        raise NotImplementedError("Megatron-FSDP writes optimizer state through fqn_state_dict() and torch's distributed checkpoint")
+        raise NotImplementedError(
+            "Megatron-FSDP writes optimizer state through fqn_state_dict() and torch's distributed checkpoint"
+        )
 
     def fqn_state_dict(self) -> dict:
         """State keyed by parameter name, for torch's distributed checkpoint: to save, or to load into in place.
 
-        `{"state": {fqn: {name: tensor}}, "param_to_group_meta": {fqn: {option: value}}}`, and `"grad_scaler"` if there is one.
-        State that does not exist yet is created, without a step. Names are the user's, without any wrapper's prefix.
+        `{"state": {fqn: {name: tensor}}, "param_to_group_meta": {fqn: {option: value}}}`, and `"grad_scaler"` if there
+        is one. State that does not exist yet is created, without a step. Names are the user's, without any wrapper's.
         """
         self.init_state_fn(self.optimizer, self.config)
         state_dict = fqn_state.export(self.optimizer, self._fqns())
@@ -140,7 +146,7 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         """Takes over a `fqn_state_dict()`, saved on any number of ranks and read back for these.
 
         Raises:
-            ValueError: a parameter or one of its tensors is missing, or parameters of one group disagree about its options.
+            ValueError: a parameter or one of its tensors is missing, or parameters of one group have different options.
         """
         self.init_state_fn(self.optimizer, self.config)
         fqn_state.load(self.optimizer, self._fqns(), state_dict)
@@ -175,11 +181,14 @@ def get_megatron_optimizer(
     """
     param_groups.check_config(config)
     if len(model_chunks) != 1:
-        raise NotImplementedError(f"got {len(model_chunks)} model chunks; without pipeline parallelism there is exactly one")
+        raise NotImplementedError(
+            f"got {len(model_chunks)} model chunks; without pipeline parallelism there is exactly one"
+        )
     model = model_chunks[0]
     if model.ddp_config.megatron_fsdp_use_decoupled_grad:
         raise NotImplementedError(
-            "megatron_fsdp_use_decoupled_grad attaches gradients as decoupled_grad, which torch optimizers do not read; turn it off"
+            "megatron_fsdp_use_decoupled_grad attaches gradients as decoupled_grad, which torch optimizers do not "
+            "read; turn it off"
         )
     groups = param_groups.build_param_groups(model_chunks, config, config_overrides)
     return FullyShardedOptimizer(

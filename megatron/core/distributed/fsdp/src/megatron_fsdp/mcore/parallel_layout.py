@@ -1,4 +1,4 @@
-"""How megatron-core laid out a parameter before it was sharded: split over tensor-parallel ranks, and dense or expert."""
+"""How megatron-core laid out a parameter: whole or split over tensor-parallel ranks, dense or expert."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -31,8 +31,8 @@ _MODE_BY_CLASS: dict[str, TensorParallelMode] = {
     "TopKRouter": "replicated",
 }
 
-#: Parameters that differ from the mode of their module: a row-parallel bias is added after the reduction, and a fused norm
-#: sees the whole hidden size.
+#: Parameters that differ from the mode of their module: a row-parallel bias is added after the reduction, and a fused
+#: norm sees the whole hidden size.
 _REPLICATED_LEAVES: dict[str, tuple[str, ...]] = {
     "TELayerNormColumnParallelLinear": ("layer_norm_weight", "layer_norm_bias"),
     "RowParallelLinear": ("bias",),
@@ -51,7 +51,9 @@ def tensor_parallel_mode(module: torch.nn.Module, leaf: str, param: torch.Tensor
     if mode is not None:
         is_replicated = any(leaf.startswith(prefix) for prefix in _REPLICATED_LEAVES.get(class_name, ()))
         return "replicated" if is_replicated else mode
-    tagged = _mode_by_dim(getattr(param, "partition_dim", -1)) if getattr(param, "tensor_model_parallel", False) else None
+    tagged = (
+        _mode_by_dim(getattr(param, "partition_dim", -1)) if getattr(param, "tensor_model_parallel", False) else None
+    )
     if tagged is not None:
         return tagged
     if "Norm" in class_name:
@@ -70,7 +72,7 @@ def partition_dim(param: torch.Tensor, mode: TensorParallelMode | None) -> int |
 
 
 def is_expert_parameter(param: torch.Tensor) -> bool:
-    """Whether `param` belongs to experts that are spread over expert-parallel ranks, so that its data-parallel group is smaller."""
+    """Whether `param` is of experts spread over expert-parallel ranks; its data-parallel group is smaller."""
     return not getattr(param, "allreduce", True)
 
 

@@ -24,9 +24,13 @@ def check_config(config: OptimizerConfig) -> None:
     """Raises for what the optimizer would otherwise have to ignore."""
     for name, reason in _REFUSED.items():
         if getattr(config, name):
-            raise NotImplementedError(f"OptimizerConfig.{name} is not supported with Megatron-FSDP: {reason}. Leave it off.")
+            raise NotImplementedError(
+                f"OptimizerConfig.{name} is not supported with Megatron-FSDP: {reason}. Leave it off."
+            )
     if config.optimizer not in ("adam", "sgd"):
-        raise NotImplementedError(f"OptimizerConfig.optimizer is {config.optimizer!r}; Megatron-FSDP supports 'adam' and 'sgd'")
+        raise NotImplementedError(
+            f"OptimizerConfig.optimizer is {config.optimizer!r}; Megatron-FSDP supports 'adam' and 'sgd'"
+        )
     if config.lr is None:
         raise ValueError("OptimizerConfig.lr is None; set the maximum learning rate")
 
@@ -34,9 +38,10 @@ def check_config(config: OptimizerConfig) -> None:
 def build_param_groups(
     model_chunks: Sequence[torch.nn.Module], config: OptimizerConfig, config_overrides: ConfigOverrides | None
 ) -> list[dict]:
-    """megatron-core's groups (biases and norms without decay, a learning rate of their own for embedding and output if configured).
+    """megatron-core's groups: biases and norms without decay, embedding and output with their own rate if configured.
 
-    Each also has its own `lr` and `weight_decay`, which a scheduler later overwrites with the same meaning. **Collective** over all ranks.
+    Each also has its own `lr` and `weight_decay`, which a scheduler later overwrites with the same meaning.
+    **Collective** over all ranks.
     """
     groups = _get_param_groups(list(model_chunks), config, config_overrides)
     for group in groups:
@@ -54,7 +59,9 @@ def build_torch_optimizer(groups: list[dict], config: OptimizerConfig) -> torch.
     """AdamW, Adam or SGD as `config` says, in its fastest implementation that accepts DTensors."""
     if config.optimizer == "sgd":
         # The fused SGD has no DTensor rule (torch 2.13).
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum, weight_decay=config.weight_decay, foreach=True)
+        return torch.optim.SGD(
+            groups, lr=config.lr, momentum=config.sgd_momentum, weight_decay=config.weight_decay, foreach=True
+        )
     adam = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
     return adam(
         groups,

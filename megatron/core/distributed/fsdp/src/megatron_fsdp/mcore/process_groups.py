@@ -34,8 +34,8 @@ def build_dist_index(
     """The data-parallel axis (data times context parallelism), with a trivial tensor-parallel axis.
 
     Args:
-        pg_collection: groups to use; None takes megatron-core's global ones, which must be initialized. If it has an attribute
-            `dp_cp_ag` (see `create_all_gather_groups`), weights are gathered on that group.
+        pg_collection: groups to use; None takes megatron-core's global ones, which must be initialized. If it has an
+            attribute `dp_cp_ag` (see `create_all_gather_groups`), weights are gathered on that group.
         device_type: "cuda" or "cpu"; None takes what this machine has.
         num_distributed_optimizer_instances: as in the configuration.
 
@@ -101,8 +101,8 @@ def _refuse_other_parallelism(groups: ProcessGroupCollection, num_distributed_op
     for name, reason in reasons.items():
         if _size(groups, name) > 1:
             raise NotImplementedError(
-                f"process group {name!r} has {_size(groups, name)} ranks; Megatron-FSDP supports data parallelism only: {reason}. "
-                "Initialize megatron-core with this size at 1."
+                f"process group {name!r} has {_size(groups, name)} ranks; Megatron-FSDP supports data parallelism "
+                f"only: {reason}. Initialize megatron-core with this size at 1."
             )
     if num_distributed_optimizer_instances > 1:
         raise NotImplementedError(
