@@ -4,7 +4,7 @@ import sys
 
 from torch.utils.data import Dataset
 
-from megatron.training.callbacks import Callback, Callbacks, ManualGarbageCollection
+from megatron.training.callbacks import Callback, ManualGarbageCollection
 from megatron.training.console import Console
 from megatron.training.data import DataStream, LoaderOptions, build_data_stream
 from megatron.training.initialize import World
@@ -51,7 +51,7 @@ def build_streams(run: Run) -> None:
     )
 
 
-def build_callbacks(run: Run) -> Callback:
+def build_callbacks(run: Run) -> list[Callback]:
     """What the configuration wants to happen besides training."""
     train = run.config.train
     callbacks: list[Callback] = []
@@ -59,7 +59,7 @@ def build_callbacks(run: Run) -> Callback:
         callbacks.append(ManualGarbageCollection(train.manual_gc_interval, train.manual_gc_eval))
     logger = run.config.logger
     intervals = {logger.log_interval, *([logger.tensorboard_log_interval] if logger.tensorboard_dir else [])}
-    return Callbacks([*callbacks, Meter(build_reporters(run), intervals if logger.log_params_norm else ())])
+    return [*callbacks, Meter(build_reporters(run), intervals if logger.log_params_norm else ())]
 
 
 def build_reporters(run: Run) -> list[Reporter]:

@@ -1,0 +1,78 @@
+"""Whole training runs, small enough to hold dozens of them. Call inside a rank with megatron-core."""
+
+import contextlib
+import io
+import shlex
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+TINY = (
+    "--use-megatron-fsdp --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
+    "--global-batch-size 8 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 3 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 127 --eval-iters 0 --num-workers 0 --log-interval 1 "
+    "--position-embedding-type rope "
+)
+
+
+@dataclass
+class Outcome:
+    """What a run was like on this rank."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    evaluations: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
+    state: dict[str, int] = field(default_factory=dict)
+    output: str = ""
+    exit_code: int | None = None
+
+
+def train(flags: str, *, task=None, callbacks=()) -> Outcome:
+    """A run with the flags of `TINY` and these. **Collective.**"""
+    from megatron.training import gpt
+    from megatron.training.config import load_config
+    from megatron.training.launch import prepare
+    from megatron.training.pretrain import pretrain
+    from megatron.training.ranks import Ranks
+
+    rank, outcome = dist.get_rank(), Outcome()
+    ranks = Ranks(rank=rank, local_rank=rank, world_size=dist.get_world_size())
+    job = prepare(load_config(shlex.split(TINY + flags)), ranks.world_size)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        outcome.exit_code = pretrain(job, task or gpt.TASK, ranks, [recorder(outcome), *callbacks])
+    outcome.output = output.getvalue()
+    return outcome
+
+
+def recorder(outcome: Outcome):
+    """A callback that fills `outcome`."""
+    from megatron.training.callbacks import Callback
+
+    class Recorder(Callback):
+        def after_step(self, run, result):
+            outcome.losses.append(float(result.loss))
+            outcome.norms.append(None if result.grad_norm is None else float(result.grad_norm))
+
+        def after_eval(self, run, evaluation):
+            outcome.evaluations[f"{evaluation.split} at {run.state.iteration}"] = evaluation.loss
+
+        def end(self, run):
+            from megatron.training.checkpoint.contents import flattened
+
+            outcome.state = run.state.state_dict()
+            outcome.weights = {name: whole(param) for name, param in run.model.named_parameters()}
+            if run.optimizer is not None:
+                state = flattened(run.optimizer.fqn_state_dict())
+                outcome.optimizer = {k: whole(v) for k, v in state.items() if isinstance(v, torch.Tensor)}
+
+    return Recorder()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that may be sharded."""
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().clone()
