@@ -7,7 +7,7 @@ import enum
 
 import torch
 
-from megatron_fsdp.plan.strategy import OUTER_STRATEGIES, RESTING
+from megatron_fsdp.plan.strategy import NO_SHARD, OUTER_STRATEGIES, RESTING
 
 
 class ShardingStrategy(enum.IntEnum):
@@ -35,8 +35,15 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             dtype = getattr(self, field.name)
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
-                raise ValueError(f"{field.name} is {dtype!r}; expected a torch floating-point dtype of 2 bytes or more, or None")
+            is_usable = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+            if dtype is not None and not is_usable:
+                raise ValueError(
+                    f"{field.name} is {dtype!r}; expected a torch floating-point dtype of 2 bytes or more, or None"
+                )
+
+
+#: Frozen, so one object can be everybody's default.
+DEFAULT_POLICY = MixedPrecisionPolicy()
 
 
 @dataclasses.dataclass
@@ -116,6 +123,13 @@ class DistributedDataParallelConfig:
     """Double buffer for units of different shapes."""
 
 
+def default_config() -> DistributedDataParallelConfig:
+    """What `MegatronFSDP` does when it is given no options: everything sharded, everything overlapped."""
+    return DistributedDataParallelConfig(
+        data_parallel_sharding_strategy="optim_grads_params", overlap_grad_reduce=True, overlap_param_gather=True
+    )
+
+
 #: Options that are understood but whose feature is not there: option -> (the value that means off, the reason).
 _NOT_YET: dict[str, tuple[object, str]] = {
     "check_for_nan_in_grad": (False, "gradients are not inspected"),
@@ -133,6 +147,24 @@ _NOT_YET: dict[str, tuple[object, str]] = {
 }
 
 
+def agreed_precision(config: DistributedDataParallelConfig, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """The dtypes of `config` and `policy`, each of which may leave one at its default.
+
+    Raises:
+        ValueError: both ask for something else than the default, and not for the same.
+    """
+    chosen = {}
+    for field in dataclasses.fields(MixedPrecisionPolicy):
+        ours, theirs = getattr(policy, field.name), getattr(config, f"megatron_fsdp_{field.name}")
+        if ours != theirs and field.default not in (ours, theirs):
+            raise ValueError(
+                f"mixed_precision_policy.{field.name}={ours} contradicts ddp_config's megatron_fsdp_{field.name}="
+                f"{theirs}; set one of them, or both alike."
+            )
+        chosen[field.name] = theirs if ours == field.default else ours
+    return MixedPrecisionPolicy(**chosen)
+
+
 def strategy_name(value: str | int, option: str, allowed: tuple[str, ...] = tuple(RESTING)) -> str:
     """The canonical name of a strategy given by name or number.
 
@@ -140,12 +172,12 @@ def strategy_name(value: str | int, option: str, allowed: tuple[str, ...] = tupl
         ValueError: `value` names no strategy that `option` allows.
     """
     names = tuple(RESTING)
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
-        value = names[value]
-    if value not in allowed:
+    is_number = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names)
+    name = names[value] if is_number else value
+    if name not in allowed:
         choices = ", ".join(f"{name!r} ({names.index(name)})" for name in allowed)
         raise ValueError(f"{option}={value!r} is not a sharding strategy; expected one of {choices}")
-    return value
+    return name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,6 +200,11 @@ class EngineConfig:
     reductions_in_flight: int = 2
     """Unreduced gradient buffers alive at a time."""
 
+    @property
+    def strategy_label(self) -> str:
+        """The strategies for people, an outer one only where it shards."""
+        return self.inner_strategy + (f" inside {self.outer_strategy}" if self.outer_strategy != NO_SHARD else "")
+
 
 def resolve(
     config: DistributedDataParallelConfig,
@@ -184,10 +221,11 @@ def resolve(
     """
     for name, (off, reason) in _NOT_YET.items():
         if getattr(config, name) != off:
-            raise NotImplementedError(f"{name}={getattr(config, name)!r} is not supported yet: {reason}. Use {name}={off!r}.")
+            came = getattr(config, name)
+            raise NotImplementedError(f"{name}={came!r} is not supported yet: {reason}. Use {name}={off!r}.")
     inner = strategy_name(config.data_parallel_sharding_strategy, "zero_dp_strategy")
     outer = strategy_name(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy", OUTER_STRATEGIES)
-    if outer != "no_shard" and inner != "optim_grads_params":
+    if outer != NO_SHARD and inner != "optim_grads_params":
         raise ValueError(
             f"outer_dp_sharding_strategy={outer!r} needs zero_dp_strategy='optim_grads_params' (3), got {inner!r}: "
             "sharding the optimizer outside an inner axis that keeps more than shards leaves no contiguous piece."
@@ -198,7 +236,7 @@ def resolve(
     return EngineConfig(
         inner_strategy=inner,
         outer_strategy=outer,
-        precision=precision,
+        precision=agreed_precision(config, precision),
         overlap_grad_reduce=config.overlap_grad_reduce or row.main_grad is RESTING["optim_grads"].main_grad,
         overlap_param_gather=config.overlap_param_gather or row.weight is RESTING["optim_grads_params"].weight,
         average_in_collective=config.average_in_collective,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp.config import (
+    DEFAULT_POLICY,
     DistributedDataParallelConfig,
     MixedPrecisionPolicy,
     ShardingStrategy,
@@ -19,10 +20,9 @@ from megatron_fsdp.config import (
 )
 from megatron_fsdp.machine.device import default_device_type
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
-from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.megatron_fsdp import MegatronFSDP, check_arguments
 from megatron_fsdp.optimizer import fully_shard_optimizer, shard_state
-from megatron_fsdp.plan.strategy import OUTER_STRATEGIES
-from megatron_fsdp.runtime.discovery import resolve_unit_classes
+from megatron_fsdp.plan.strategy import NO_SHARD, OUTER_STRATEGIES
 
 __all__ = ["ShardingStrategy", "fully_shard", "fully_shard_model", "fully_shard_optimizer"]
 
@@ -43,7 +43,7 @@ def fully_shard_model(
     outer_dp_sharding_strategy: str | int = 0,
     device: torch.device | None = None,
     init_model_with_meta_device: bool = False,
-    mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    mixed_precision_policy: MixedPrecisionPolicy = DEFAULT_POLICY,
     overlap_grad_reduce: bool = True,
     overlap_param_gather: bool = True,
     sync_model_each_microbatch: bool = True,
@@ -101,83 +101,123 @@ def fully_shard_model(
         ValueError, TypeError, ImportError: a mistake in the arguments, on every rank before anything is communicated.
         NotImplementedError: an option whose feature is not there yet.
     """
-    inner = strategy_name(zero_dp_strategy, "zero_dp_strategy")
-    outer = strategy_name(outer_dp_sharding_strategy, "outer_dp_sharding_strategy", OUTER_STRATEGIES)
-    if init_model_with_meta_device and inner == strategy_name(ShardingStrategy.NO_SHARD, "zero_dp_strategy"):
-        raise ValueError(
-            f"init_model_with_meta_device=True is for models that do not fit on one device, but zero_dp_strategy={inner!r} "
-            "keeps the whole model on each; choose a strategy that shards, or initialise the model first."
-        )
-    resolve_unit_classes(fsdp_unit_modules)
-    config = DistributedDataParallelConfig(
-        data_parallel_sharding_strategy=inner,
-        outer_dp_sharding_strategy=outer,
-        overlap_grad_reduce=overlap_grad_reduce,
-        overlap_param_gather=overlap_param_gather,
-        average_in_collective=average_in_collective,
-        keep_fp8_transpose_cache=keep_fp8_transpose_cache,
-        nccl_ub=nccl_ub,
-        fsdp_double_buffer=fsdp_double_buffer,
-        fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
-        disable_symmetric_registration=disable_symmetric_registration,
-        megatron_fsdp_main_params_dtype=mixed_precision_policy.main_params_dtype,
-        megatron_fsdp_main_grads_dtype=mixed_precision_policy.main_grads_dtype,
-        megatron_fsdp_grad_comm_dtype=mixed_precision_policy.grad_comm_dtype,
-        megatron_fsdp_use_decoupled_grad=use_decoupled_grad,
-        megatron_fsdp_cuda_graph_mode=cuda_graph_mode,
-        megatron_fsdp_max_pool_double_buffer=maxpool_double_buffer,
-    )
-    index = _make_index(
-        device_mesh, dp_shard_dim, dp_outer_dim, tp_dim, hybrid_fsdp_group, hybrid_fsdp_expt_group, outer != "no_shard",
-        expt_device_mesh, fsdp_group_ag, expt_fsdp_group_ag,
-    )
-    model = MegatronFSDP(
-        module,
-        index,
-        config,
-        mixed_precision_policy,
-        fsdp_unit_modules=fsdp_unit_modules,
-        disable_bucketing=disable_bucketing,
-        device=device,
-        calculate_per_token_loss=calculate_per_token_loss,
-        init_model_with_meta_device=init_model_with_meta_device,
-        sync_model_each_microbatch=sync_model_each_microbatch,
-        enable_fine_grained_param_gather_hook=enable_fine_grained_param_gather,
-        report_nan_in_param_grad=report_nan_in_param_grad,
-    )
+    given = dict(locals())
+    config = _config_of(given)
+    options = {option: given[name] for name, option in _MODEL_OPTIONS.items()}
+    # Making a mesh communicates, so whatever can be wrong without one is found first.
+    check_arguments(module, config, mixed_precision_policy, options, has_expert_mesh=expt_device_mesh is not None)
+    mesh = MeshArguments(**{field.name: given[field.name] for field in dataclasses.fields(MeshArguments)})
+    index = _make_index(mesh, outer_shards=config.outer_dp_sharding_strategy != NO_SHARD)
+    model = MegatronFSDP(module, index, config, mixed_precision_policy, **options)
     model.state_dict_hooks.preprocess = preproc_state_dict_for_dcp_ckpt
     return model
 
 
-def _make_index(device_mesh, dp_shard_dim, dp_outer_dim, tp_dim, hybrid, hybrid_expt, outer_shards, expt_mesh, ag, expt_ag):
-    """The index of the given mesh, or of a new mesh over all ranks. **Collective** if it is new."""
-    if device_mesh is None:
-        given = {"dp_outer_dim": dp_outer_dim, "hybrid_fsdp_group": hybrid, "expt_device_mesh": expt_mesh, "fsdp_group_ag": ag}
-        for option, value in given.items():
-            if value is not None:
-                raise ValueError(f"{option} is given without device_mesh; pass the mesh that it belongs to.")
-        if outer_shards:
-            raise ValueError("outer_dp_sharding_strategy shards an outer axis; pass device_mesh with dp_outer_dim.")
-        if not dist.is_initialized():
-            raise RuntimeError("torch.distributed is not initialised; launch with torchrun and call init_process_group() first.")
-        dims = (dp_shard_dim or "fsdp", tp_dim or "tp")
-        device_mesh = init_device_mesh(default_device_type(), (dist.get_world_size(), 1), mesh_dim_names=dims)
-        dp_shard_dim, tp_dim = dims
-        # On one communicator gathers and reductions run in launch order, and a prefetch could not overtake a reduction.
-        ag = dist.new_group(backend=dist.get_backend())
-    if outer_shards and dp_outer_dim is None:
-        raise ValueError("outer_dp_sharding_strategy shards an outer axis; name it with dp_outer_dim and hybrid_fsdp_group.")
-    return FSDPDistributedIndex(
-        device_mesh,
-        dp_shard_dim=dp_shard_dim,
-        dp_outer_dim=dp_outer_dim,
-        tp_dim=tp_dim,
-        hybrid_fsdp_group=hybrid,
-        hybrid_fsdp_expt_group=hybrid_expt,
-        hsdp_outer_dp_shard=outer_shards,
-        expt_device_mesh=expt_mesh,
-        fsdp_group_ag=ag,
-        expt_fsdp_group_ag=expt_ag,
+#: Arguments of `fully_shard_model` -> fields of `DistributedDataParallelConfig`.
+_CONFIG_FIELDS = {
+    "overlap_grad_reduce": "overlap_grad_reduce",
+    "overlap_param_gather": "overlap_param_gather",
+    "average_in_collective": "average_in_collective",
+    "keep_fp8_transpose_cache": "keep_fp8_transpose_cache",
+    "nccl_ub": "nccl_ub",
+    "fsdp_double_buffer": "fsdp_double_buffer",
+    "fsdp_db_use_persist_buf_on_alloc_fail": "fsdp_db_use_persist_buf_on_alloc_fail",
+    "disable_symmetric_registration": "disable_symmetric_registration",
+    "use_decoupled_grad": "megatron_fsdp_use_decoupled_grad",
+    "cuda_graph_mode": "megatron_fsdp_cuda_graph_mode",
+    "maxpool_double_buffer": "megatron_fsdp_max_pool_double_buffer",
+}
+#: Arguments of `fully_shard_model` -> arguments of `MegatronFSDP`.
+_MODEL_OPTIONS = {
+    "fsdp_unit_modules": "fsdp_unit_modules",
+    "disable_bucketing": "disable_bucketing",
+    "device": "device",
+    "calculate_per_token_loss": "calculate_per_token_loss",
+    "init_model_with_meta_device": "init_model_with_meta_device",
+    "sync_model_each_microbatch": "sync_model_each_microbatch",
+    "enable_fine_grained_param_gather": "enable_fine_grained_param_gather_hook",
+    "report_nan_in_param_grad": "report_nan_in_param_grad",
+}
+
+
+def _config_of(given: Mapping[str, Any]) -> DistributedDataParallelConfig:
+    """The options among the arguments of `fully_shard_model`.
+
+    Raises:
+        TypeError: the mixed-precision policy is none.
+        ValueError: a strategy is none, or meta initialisation is asked for where nothing is sharded.
+    """
+    inner = strategy_name(given["zero_dp_strategy"], "zero_dp_strategy")
+    outer = strategy_name(given["outer_dp_sharding_strategy"], "outer_dp_sharding_strategy", OUTER_STRATEGIES)
+    policy = given["mixed_precision_policy"]
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(f"mixed_precision_policy is {policy!r}; expected a MixedPrecisionPolicy.")
+    if given["init_model_with_meta_device"] and inner == NO_SHARD:
+        raise ValueError(
+            f"init_model_with_meta_device=True is for models that do not fit on one device, but zero_dp_strategy="
+            f"{inner!r} keeps the whole model on each; choose a strategy that shards, or initialise the model first."
+        )
+    return DistributedDataParallelConfig(
+        data_parallel_sharding_strategy=inner,
+        outer_dp_sharding_strategy=outer,
+        **{f"megatron_fsdp_{name}": dtype for name, dtype in dataclasses.asdict(policy).items()},
+        **{field: given[name] for name, field in _CONFIG_FIELDS.items()},
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshArguments:
+    """The arguments of `FSDPDistributedIndex` that `fully_shard_model` takes."""
+
+    device_mesh: DeviceMesh | None
+    dp_shard_dim: str | None
+    dp_outer_dim: str | None
+    tp_dim: str | None
+    hybrid_fsdp_group: dist.ProcessGroup | None
+    hybrid_fsdp_expt_group: dist.ProcessGroup | None
+    expt_device_mesh: DeviceMesh | None
+    fsdp_group_ag: dist.ProcessGroup | None
+    expt_fsdp_group_ag: dist.ProcessGroup | None
+
+
+def _make_index(given: MeshArguments, *, outer_shards: bool) -> FSDPDistributedIndex:
+    """The index of the given mesh, or of a new mesh over all ranks. **Collective** if it is new.
+
+    Raises:
+        ValueError: arguments that belong to a mesh without one, or what the index raises.
+        RuntimeError: there is no mesh to be made, because torch.distributed is not initialised.
+    """
+    if given.device_mesh is None:
+        for field in dataclasses.fields(given):
+            # The dimensions of a new mesh may be named; everything else describes a mesh that exists.
+            if field.name not in ("dp_shard_dim", "tp_dim") and getattr(given, field.name) is not None:
+                raise ValueError(f"{field.name} is given without device_mesh; pass the mesh that it belongs to.")
+    if outer_shards and given.dp_outer_dim is None:
+        raise ValueError(
+            "outer_dp_sharding_strategy shards an outer axis; pass device_mesh, dp_outer_dim and hybrid_fsdp_group."
+        )
+    if given.device_mesh is None:
+        given = _default_mesh(given)
+    arguments = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+    return FSDPDistributedIndex(**arguments, hsdp_outer_dp_shard=outer_shards)
+
+
+def _default_mesh(given: MeshArguments) -> MeshArguments:
+    """A mesh of all ranks in one dimension, beside a tensor-parallel one of size 1. **Collective**."""
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised; launch with torchrun and call init_process_group() first."
+        )
+    dims = (given.dp_shard_dim or "fsdp", given.tp_dim or "tp")
+    if dims[0] == dims[1]:
+        raise ValueError(f"dp_shard_dim and tp_dim are both {dims[0]!r}; give them different names.")
+    return dataclasses.replace(
+        given,
+        device_mesh=init_device_mesh(default_device_type(), (dist.get_world_size(), 1), mesh_dim_names=dims),
+        dp_shard_dim=dims[0],
+        tp_dim=dims[1],
+        # On one communicator gathers and reductions run in launch order: a prefetch could not overtake a reduction.
+        fsdp_group_ag=dist.new_group(backend=dist.get_backend()),
     )
 
 
@@ -192,14 +232,19 @@ def fully_shard(
         The sharded model and the same optimizer object.
 
     Raises:
+        TypeError: `optimizer` is no torch optimizer.
         ValueError: the optimizer holds parameters that are not of `module`; and what `fully_shard_model` raises.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer to shard, got {type(optimizer).__name__}.")
+    held = [param for group in optimizer.param_groups for param in group["params"]]
     own = {id(param) for param in module.parameters()}
-    foreign = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in own]
-    if foreign:
+    foreign = [param for param in held if id(param) not in own]
+    if foreign or not held:
+        first = f" (the first has shape {tuple(foreign[0].shape)})" if foreign else ""
         raise ValueError(
-            f"the optimizer holds {len(foreign)} parameters that are not of this {type(module).__name__} "
-            f"(the first has shape {tuple(foreign[0].shape)}); build it from module.parameters()."
+            f"of the optimizer's {len(held)} parameters {len(foreign)} are not of this {type(module).__name__}{first}; "
+            "build it from module.parameters()."
         )
     before = {name: param for name, param in module.named_parameters()}
     model = fully_shard_model(module, *args, **kwargs)
@@ -217,9 +262,8 @@ def fully_shard(
 def _adopt_signature(function: Any) -> None:
     """`fully_shard` shows every argument of `fully_shard_model` by name."""
     model_params = list(inspect.signature(fully_shard_model).parameters.values())
-    own = list(inspect.signature(function).parameters.values())[:2]
-    function.__signature__ = inspect.signature(function).replace(parameters=[*own, *model_params[1:]])
-    functools.update_wrapper(function, function)
+    signature = inspect.signature(function)
+    function.__signature__ = signature.replace(parameters=[*list(signature.parameters.values())[:2], *model_params[1:]])
 
 
 _adopt_signature(fully_shard)

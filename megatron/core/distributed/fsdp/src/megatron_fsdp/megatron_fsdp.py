@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,14 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.checkpoint import StateDictHooks
-from megatron_fsdp.config import DistributedDataParallelConfig, MixedPrecisionPolicy, resolve
+from megatron_fsdp.config import (
+    DEFAULT_POLICY,
+    DistributedDataParallelConfig,
+    EngineConfig,
+    MixedPrecisionPolicy,
+    default_config,
+    resolve,
+)
 from megatron_fsdp.dtensor import make_sharded_param
 from megatron_fsdp.grad_norm import clip_grad_norm
 from megatron_fsdp.machine.allocator import ResizePool, StoragePool
@@ -23,7 +31,7 @@ from megatron_fsdp.optimizer import owner_reference
 from megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_fsdp.plan.strategy import Placement
 from megatron_fsdp.runtime.build import BuildRequest, build_units, grad_scales, plan_and_check
-from megatron_fsdp.runtime.discovery import resolve_unit_classes
+from megatron_fsdp.runtime.discovery import UnitPlan, resolve_unit_classes
 from megatron_fsdp.runtime.hooks import install_hooks
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.summary import build_summary
@@ -44,6 +52,50 @@ _NOT_YET = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class CheckedArguments:
+    """What a model and its options come to, before any mesh is needed."""
+
+    config: EngineConfig
+    plans: list[UnitPlan]
+
+
+def check_arguments(
+    module: nn.Module,
+    ddp_config: DistributedDataParallelConfig | None,
+    precision: MixedPrecisionPolicy,
+    options: Mapping[str, Any],
+    *,
+    has_expert_mesh: bool,
+) -> CheckedArguments:
+    """Raises every mistake in the arguments of `MegatronFSDP` (`options`: those by name) but those in its meshes.
+
+    Raises:
+        ValueError, TypeError, ImportError, NotImplementedError: as `MegatronFSDP`.
+    """
+    for option, reason in _NOT_YET.items():
+        if options.get(option):
+            raise NotImplementedError(f"{option}={options[option]!r} is not supported yet: {reason}.")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module to shard, got {type(module).__name__}.")
+    if isinstance(module, MegatronFSDP) or any(hasattr(param, "_megatron_fsdp_owner") for param in module.parameters()):
+        raise ValueError("the module is sharded already; pass the original one.")
+    config = resolve(
+        ddp_config or default_config(),
+        precision,
+        calculate_per_token_loss=options.get("calculate_per_token_loss", False),
+        disable_bucketing=options.get("disable_bucketing", False),
+    )
+    plans = plan_and_check(
+        module,
+        resolve_unit_classes(options.get("fsdp_unit_modules")),
+        tuple(options.get("root_params", ())),
+        from_meta=options.get("init_model_with_meta_device", False),
+        has_expert_mesh=has_expert_mesh,
+    )
+    return CheckedArguments(config, plans)
+
+
 class MegatronFSDP(nn.Module):
     """A module whose parameters, gradients and optimizer state are sharded over the data-parallel ranks.
 
@@ -61,7 +113,8 @@ class MegatronFSDP(nn.Module):
         disable_bucketing: ignore `ddp_config.bucket_size`.
         device: where to compute; None: the current CUDA device, or the CPU where there is none.
         calculate_per_token_loss: sum gradients and leave scaling to the caller.
-        init_model_with_meta_device: the model is on the meta device; initialise it unit by unit with `reset_parameters`.
+        init_model_with_meta_device: the model is on the meta device; its modules' `reset_parameters` initialise it
+            unit by unit.
         sync_model_each_microbatch: see `set_model_auto_sync`.
         root_params: parameters that are read outside the forward of the module that owns them (a tied output layer
             that reads the embedding's weight); they stay gathered while the model computes.
@@ -79,7 +132,7 @@ class MegatronFSDP(nn.Module):
         module: nn.Module,
         dist_index: FSDPDistributedIndex,
         ddp_config: DistributedDataParallelConfig | None = None,
-        mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+        mixed_precision_policy: MixedPrecisionPolicy = DEFAULT_POLICY,
         fsdp_unit_modules: Sequence[type | str] | None = None,
         disable_bucketing: bool = False,
         device: torch.device | None = None,
@@ -98,42 +151,31 @@ class MegatronFSDP(nn.Module):
         *,
         root_params: Collection[nn.Parameter] = (),
     ):
-        given = locals()
-        for option, reason in _NOT_YET.items():
-            if given[option]:
-                raise NotImplementedError(f"{option}={given[option]!r} is not supported yet: {reason}.")
+        options = {name: value for name, value in locals().items() if name != "self"}
         super().__init__()
-        if isinstance(module, MegatronFSDP) or any(hasattr(param, "_megatron_fsdp_owner") for param in module.parameters()):
-            raise ValueError("the module is sharded already; pass the original one.")
-        self.ddp_config = ddp_config or DistributedDataParallelConfig(
-            data_parallel_sharding_strategy="optim_grads_params", overlap_grad_reduce=True, overlap_param_gather=True
-        )
-        self.mp_policy = mixed_precision_policy
+        has_expert_mesh = dist_index.expt_fsdp_group is not None
+        checked = check_arguments(module, ddp_config, mixed_precision_policy, options, has_expert_mesh=has_expert_mesh)
+        self.ddp_config = ddp_config or default_config()
+        self.mp_policy = checked.config.precision
         self.dist_index = dist_index
         self.fsdp_unit_modules = fsdp_unit_modules
-        self.config_resolved = resolve(
-            self.ddp_config,
-            mixed_precision_policy,
-            calculate_per_token_loss=calculate_per_token_loss,
-            disable_bucketing=disable_bucketing,
-        )
+        self.config_resolved = checked.config
         self.data_parallel_sharding_strategy = self.config_resolved.inner_strategy
+        self.bucket_size = self.config_resolved.bucket_numel
         machine = Device.current() if device is None else Device(torch.device(device))
         self.device = machine.torch_device
         request = BuildRequest(
             module=module,
-            unit_classes=resolve_unit_classes(fsdp_unit_modules),
-            root_params=tuple(root_params),
             index=dist_index,
             config=self.config_resolved,
             pool=self.pool_class(),
             device=self.device,
             from_meta=init_model_with_meta_device,
         )
-        self._build(request, machine, sync_model_each_microbatch)
+        self._build(request, checked.plans, machine)
+        self.set_model_auto_sync(sync_model_each_microbatch)
 
-    def _build(self, request: BuildRequest, machine: Device, auto_sync: bool) -> None:
-        plans = plan_and_check(request)
+    def _build(self, request: BuildRequest, plans: list[UnitPlan], machine: Device) -> None:
         units = build_units(request, plans)
         self.module = request.module
         scales = grad_scales(self.dist_index, self.config_resolved)
@@ -155,7 +197,6 @@ class MegatronFSDP(nn.Module):
         self._hooks = install_hooks(self._schedule)
         self.state_dict_hooks = StateDictHooks(self._schedule)
         self.state_dict_hooks.install(self.module)
-        self.set_model_auto_sync(auto_sync)
         machine.empty_cache()
         if dist.get_rank() == 0:
             logger.info("%s", build_summary(self._schedule, self.config_resolved))
@@ -230,7 +271,9 @@ class MegatronFSDP(nn.Module):
             ValueError: `force_all_reduce`; a sharded gradient is never replicated.
         """
         if force_all_reduce:
-            raise ValueError("force_all_reduce=True is for replicated gradients; sharded ones are reduced to their owners.")
+            raise ValueError(
+                "force_all_reduce=True is for replicated gradients; sharded ones are reduced to their owners."
+            )
         self.synchronize_gradient_reduce()
         self.attach_grad_to_optimizer_state()
         self.synchronize_param_gather()
@@ -259,9 +302,9 @@ class MegatronFSDP(nn.Module):
     # -- weights --------------------------------------------------------------------------------------------------
 
     def start_param_sync(self, *_: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Starts the gathers that the next forward needs first; with `force_sync`, or without overlap, all that outlive it.
+        """Starts the gathers that the next forward needs first; with `force_sync` or without overlap, all that last.
 
-        **Collective**. Optional: whatever is missing is gathered when it is needed. `force_dispatch` is what happens anyway.
+        **Collective**. Optional: whatever is missing is gathered when needed, so `force_dispatch` changes nothing.
         """
         if force_sync or not self.config_resolved.overlap_param_gather:
             self._schedule.gather_all()
@@ -311,7 +354,9 @@ class MegatronFSDP(nn.Module):
         return self
 
     def __deepcopy__(self, memo: dict) -> MegatronFSDP:
-        raise NotImplementedError("a sharded model cannot be deep-copied; copy the module before sharding, or its state_dict().")
+        raise NotImplementedError(
+            "a sharded model cannot be deep-copied; copy the module before sharding, or its state_dict()."
+        )
 
 
 class _WeakCall:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_fsdp.config import EngineConfig
+from megatron_fsdp.plan.strategy import NO_SHARD
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Unit
 
@@ -23,9 +24,8 @@ def build_summary(schedule: Schedule, config: EngineConfig) -> str:
     staged = sorted((_staged_nbytes(unit) for unit in schedule.units), reverse=True)
     grads = sum(staged[: config.reductions_in_flight])
     head = (
-        f"megatron_fsdp: {config.inner_strategy}"
-        + (f" inside {config.outer_strategy}" if config.outer_strategy != "no_shard" else "")
-        + f", {used:,} parameters in {len(schedule.units)} units and {len(groups)} groups, {padding / max(used, 1):.2%} padding; "
+        f"megatron_fsdp: {config.strategy_label}, {used:,} parameters in {len(schedule.units)} units and "
+        f"{len(groups)} groups, {padding / max(used, 1):.2%} padding; "
         f"per rank {persistent / _MIB:.1f} MiB persistent, at most {weights / _MIB:.1f} MiB of gathered weights "
         f"and {grads / _MIB:.1f} MiB of gradients on their way "
         f"(recomputation over k units keeps k of them gathered)."
@@ -50,7 +50,8 @@ def _row(unit: Unit) -> tuple[str, ...]:
     for group in unit.groups:
         facts = group.facts
         tags.add(str(facts.params[0].dtype).removeprefix("torch."))
-        tags.update(tag for tag, on in (("no_shard", facts.is_replicated), ("frozen", not facts.requires_grad), ("expert", facts.is_expert)) if on)
+        claims = {NO_SHARD: facts.is_replicated, "frozen": not facts.requires_grad, "expert": facts.is_expert}
+        tags.update(tag for tag, is_true in claims.items() if is_true)
     return (
         f"{unit.label} {type(module).__name__}",
         str(len(unit.groups)),

@@ -16,7 +16,7 @@ from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.plan.grouping import GroupKey, GroupPlan, ParamSpec, plan_groups
 from megatron_fsdp.plan.strategy import NO_SHARD, StrategyPlan, plan_for
 from megatron_fsdp.runtime.discovery import UnitPlan, plan_units
-from megatron_fsdp.runtime.materialize import check_resettable, materialize
+from megatron_fsdp.runtime.materialize import check_resettable, materialize, materialize_buffers
 from megatron_fsdp.runtime.unit import Unit
 from megatron_fsdp.state.codec import codec_for
 from megatron_fsdp.state.param_group import GroupFacts, ParamGroup
@@ -28,8 +28,6 @@ class BuildRequest:
     """What to build units from."""
 
     module: nn.Module
-    unit_classes: tuple[type, ...]
-    root_params: Collection[nn.Parameter]
     index: FSDPDistributedIndex
     config: EngineConfig
     pool: StoragePool
@@ -37,22 +35,34 @@ class BuildRequest:
     from_meta: bool
 
 
-def plan_and_check(request: BuildRequest) -> list[UnitPlan]:
+def plan_and_check(
+    module: nn.Module,
+    unit_classes: tuple[type, ...],
+    root_params: Collection[nn.Parameter] = (),
+    *,
+    from_meta: bool = False,
+    has_expert_mesh: bool = False,
+) -> list[UnitPlan]:
     """Units and their parameters. Raises every mistake that the model's shape shows, before anything is communicated.
 
     Raises:
-        ValueError: see `plan_units` and `check_resettable`; a meta parameter without meta initialisation; expert
+        ValueError: see `plan_units` and `check_resettable`; a meta tensor without meta initialisation; expert
             parameters without an expert mesh; a parameter that no codec handles.
     """
-    plans = plan_units(request.module, request.unit_classes, request.root_params)
+    plans = plan_units(module, unit_classes, root_params)
     params = [param for plan in plans for param in plan.params]
+    if not params:
+        raise ValueError(f"{type(module).__name__} has no parameters; there is nothing to shard.")
     on_meta = [param.fqn for param in params if param.raw.is_meta]
-    if on_meta and not request.from_meta:
-        raise ValueError(f"{on_meta[0]} is on the meta device; pass init_model_with_meta_device=True, or initialise the model first.")
-    if request.from_meta:
-        check_resettable(plans)
+    on_meta += [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    if on_meta and not from_meta:
+        raise ValueError(
+            f"{on_meta[0]} is on the meta device; pass init_model_with_meta_device=True, or initialise the model first."
+        )
+    if from_meta:
+        check_resettable(module)
     experts = [param.fqn for param in params if _is_expert(param.raw)]
-    if experts and request.index.expt_fsdp_group is None:
+    if experts and not has_expert_mesh:
         raise ValueError(f"{experts[0]} is an expert parameter (allreduce=False); pass expt_device_mesh.")
     for param in params:
         codec_for(param.raw)
@@ -71,6 +81,8 @@ def build_units(request: BuildRequest, plans: list[UnitPlan]) -> list[Unit]:
         for group in groups:
             group.load_initial(_Source(request, group.facts.is_expert))
         units.append(Unit(plan.fqn, plan.module, groups, plan.params, is_root=plan.is_root))
+    if request.from_meta:
+        materialize_buffers(request.module, request.device)
     _agree_on_buffers(request)
     return units
 
