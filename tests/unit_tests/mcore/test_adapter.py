@@ -43,6 +43,19 @@ def test_every_strategy_trains_like_one_process(mcore_ranks2: RankPool, strategy
     check(mcore_ranks2, Case(strategy=strategy, tied=tied))
 
 
+EMBEDDING_UNITS = (
+    "megatron.core.transformer.transformer_layer.TransformerLayer",
+    "megatron.core.models.common.embeddings.language_model_embedding.LanguageModelEmbedding",
+    "megatron.core.tensor_parallel.layers.VocabParallelEmbedding",
+)
+
+
+@pytest.mark.parametrize("strategy", [1, 2, 3])
+def test_a_tied_embedding_is_readable_although_it_would_be_a_unit(mcore_ranks2: RankPool, strategy: int) -> None:
+    # The output layer reads the embedding's weight long after the embedding's forward, where no hook sees it.
+    check(mcore_ranks2, Case(strategy=strategy, tied=True, units=EMBEDDING_UNITS))
+
+
 @pytest.mark.parametrize(
     "case",
     [

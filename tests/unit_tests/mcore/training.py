@@ -33,12 +33,14 @@ class Case:
     recompute: dict[str, Any] = dataclasses.field(default_factory=dict)
     """More of them, which change no number."""
     ddp: dict[str, Any] = dataclasses.field(default_factory=dict)
+    units: tuple[str, ...] | None = None
+    """Import paths of unit classes."""
     frozen: str = ""
     """Parameters whose name contains this are not trained."""
 
     def reference(self) -> "Case":
         """The case that plain torch knows: nothing in it speaks of sharding."""
-        return dataclasses.replace(self, strategy=0, recompute={}, ddp={}, loss_scale=None)
+        return dataclasses.replace(self, strategy=0, recompute={}, ddp={}, units=None, loss_scale=None)
 
     def model(self) -> torch.nn.Module:
         """The user's model, the same on every rank."""
@@ -80,7 +82,7 @@ def build(case: Case) -> torch.nn.Module:
     if case.dtype is not torch.float32:
         model = Float16Module(config, model)
     ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy=case.strategy, **case.ddp)
-    return FullyShardedDataParallel(config, ddp_config, model)
+    return FullyShardedDataParallel(config, ddp_config, model, case.units)
 
 
 def build_optimizer(case: Case, model: torch.nn.Module):
