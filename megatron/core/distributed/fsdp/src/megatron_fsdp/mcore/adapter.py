@@ -1,6 +1,5 @@
 """`FullyShardedDataParallel`: the engine under megatron-core's names and arguments; it holds no tensor of its own."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,13 +14,9 @@ from megatron_fsdp.mcore import fused_grads
 from megatron_fsdp.mcore.ddp_config import resolve_ddp_config
 from megatron_fsdp.mcore.process_groups import build_dist_index
 from megatron_fsdp.mcore.units import default_unit_modules, numel_outside, weights_read_elsewhere
-from megatron_fsdp.mcore.unwrap import WRAPPERS, unwrap_model
+from megatron_fsdp.mcore.unwrap import WRAPPERS
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.plan.strategy import plan_for
-
-__all__ = ["FullyShardedDataParallel", "unwrap_model"]
-
-logger = logging.getLogger(__name__)
 
 #: What a checkpoint calls the user's model, whatever wrappers are around it.
 _PREFIX = "module."
