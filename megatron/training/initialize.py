@@ -1,9 +1,7 @@
-"""Device, process groups, seeds and logging of this process."""
+"""Device, process groups and seeds of this process."""
 
 import contextlib
-import logging
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,7 +50,6 @@ def initialized(config: RunConfig, plan: RunPlan, ranks: Ranks) -> Iterator[Worl
 
     A default process group that exists already is used and left alone.
     """
-    configure_logging(config.logger.logging_level, ranks)
     device = torch.device("cuda", ranks.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -111,15 +108,3 @@ def set_seeds(seed: int) -> None:
     numpy.random.seed(seed)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-
-
-def configure_logging(level: int | None, ranks: Ranks) -> None:
-    """Messages to stderr; ranks other than the first speak up only with warnings, and say who they are."""
-    root = logging.getLogger()
-    if root.handlers:
-        return  # The process that runs us has its own.
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s" if ranks.is_first else f"[rank {ranks.rank}] %(message)s"))
-    root.addHandler(handler)
-    level = logging.INFO if level is None else level
-    root.setLevel(level if ranks.is_first else max(level, logging.WARNING))

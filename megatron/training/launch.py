@@ -4,6 +4,7 @@ Imports neither torch nor megatron-core by itself, so that --help and a mistyped
 """
 
 import importlib
+import logging
 import sys
 import warnings
 from collections.abc import Sequence
@@ -52,10 +53,26 @@ def launch(task: str, argv: Sequence[str] | None = None) -> int:
         if ranks.is_first:
             sys.stderr.write(format_problems(error) + "\n")
         return EXIT_BAD_CONFIGURATION
+    configure_logging(job.config.logger.logging_level, ranks)
     for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message, module=r"megatron\.core\.")
     pretrain = importlib.import_module("megatron.training.pretrain").pretrain
     return pretrain(job, importlib.import_module(task).TASK, ranks)
+
+
+def configure_logging(level: int | None, ranks: Ranks) -> None:
+    """Messages to stderr; ranks other than the first speak up only with warnings, and say who they are.
+
+    `level` None: ours from INFO on, megatron-core's from WARNING on.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s" if ranks.is_first else f"[rank {ranks.rank}] %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    if level is None:
+        logging.getLogger("megatron.core").setLevel(logging.WARNING)
+    level = logging.INFO if level is None else level
+    root.setLevel(level if ranks.is_first else max(level, logging.WARNING))
 
 
 def tokenizer_request(config: RunConfig) -> TokenizerRequest:

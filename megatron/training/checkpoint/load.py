@@ -97,8 +97,8 @@ def _read(run: Run, folder: Path, parts: Parts) -> None:
     if parts.rng:
         source = _rng_source(run, saved)
         values["rng_state"] = {source: values["rng_state"][rank_key(run.world.ranks.rank)]}
-    difference = compare(values, saved)
-    if difference and (run.config.checkpoint.strict_fsdp_dtensor_load or difference.shapes):
+    difference, is_strict = compare(values, saved), run.config.checkpoint.strict_fsdp_dtensor_load
+    if difference and (is_strict or difference.shapes):
         raise ValueError(f"{folder} does not fit the run:\n{difference}")
     if difference:
         logger.warning("%s does not fit the run, which keeps its own values:\n%s", folder, difference)

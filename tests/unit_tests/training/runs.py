@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 TINY = (
     "--use-megatron-fsdp --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
-    "--global-batch-size 8 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 3 --mock-data "
+    "--global-batch-size 8 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 127 --eval-iters 0 --num-workers 0 --log-interval 1 "
     "--position-embedding-type rope "
 )

@@ -1,7 +1,5 @@
 """A run that was stopped and resumed is the run that never stopped."""
 
-import dataclasses
-import logging
 import shutil
 
 import pytest
@@ -23,7 +21,6 @@ def one_rank():
 
 def jobs(*flags: str) -> list[Outcome]:
     """Several runs, one after the other."""
-    logging.getLogger().addHandler(logging.NullHandler())
     return [train(each) for each in flags]
 
 
@@ -54,3 +51,38 @@ def test_resumed_equals_uninterrupted_bit_for_bit(mcore_ranks2, tmp_path):
     assert evaluated_too.state.pop("consumed_valid_samples") == 4 * 2 * 8  # at 4, 8, 12 and at the end
     whole.state.pop("consumed_valid_samples")
     assert_same(evaluated_too, whole)
+
+
+def close(one: list[float], other: list[float]) -> bool:
+    return one == pytest.approx(other, rel=1e-5)
+
+
+def test_resumes_on_other_numbers_of_ranks_and_under_other_strategies(mcore_ranks2, one_rank, tmp_path):
+    flags = "--train-iters 6 --attention-dropout 0 --hidden-dropout 0 "
+    zero3, zero1 = tmp_path / "zero3", tmp_path / "zero1"
+    whole, _, of_two, _ = mcore_ranks2.run(
+        jobs,
+        flags,
+        flags + f"--exit-interval 3 --save {zero3}",
+        flags + f"--load {zero3} --data-parallel-sharding-strategy optim --save {zero1} --exit-interval 4",
+        flags + f"--load {zero3} --save {tmp_path / 'unused'} --no-save-optim --no-save-rng --exit-interval 4",
+    )[0]
+    (alone,) = one_rank.run(jobs, flags + f"--load {zero1} --data-parallel-sharding-strategy no_shard --save {zero1}")[0]
+    shutil.copytree(zero1, tmp_path / "copy")
+    assert close(of_two.losses, whole.losses[3:4])
+    assert close(alone.losses, whole.losses[4:])
+    for name, value in whole.weights.items():
+        torch.testing.assert_close(alone.weights[name], value, rtol=1e-4, atol=1e-6)
+    for name, value in whole.optimizer.items():
+        torch.testing.assert_close(alone.optimizer[name], value, rtol=1e-4, atol=1e-6)
+    for each in (alone, whole):
+        each.state.pop("consumed_valid_samples")
+    assert alone.state == whole.state
+
+
+def test_one_rank_to_two(mcore_ranks2, one_rank, tmp_path):
+    flags = "--train-iters 4 --attention-dropout 0 --hidden-dropout 0 "
+    no_shard = "--data-parallel-sharding-strategy no_shard "
+    whole, _ = one_rank.run(jobs, flags, flags + no_shard + f"--exit-interval 2 --save {tmp_path}")[0]
+    (resumed,) = mcore_ranks2.run(jobs, flags + f"--load {tmp_path}")[0]
+    assert close(resumed.losses, whole.losses[2:])
