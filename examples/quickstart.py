@@ -86,14 +86,14 @@ def run(command: list[str], curve: Curve | None = None) -> None:
         raise SystemExit(f"the command above failed with exit code {process.returncode}")
 
 
-def train_command(options: argparse.Namespace, data: Path, iters: int) -> list[str]:
-    """The torchrun command that trains up to iteration `iters`, going on from the newest checkpoint if there is one."""
+def train_command(options: argparse.Namespace, data: Path) -> list[str]:
+    """The torchrun command. It stops after `--iters` iterations with a checkpoint; given again, it goes on from there."""
     flags = f"""
         --num-layers 4 --hidden-size 128 --ffn-hidden-size 352 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256
         --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
         --attention-dropout 0 --hidden-dropout 0 --transformer-impl local --tokenizer-type ByteLevelTokenizer
-        --micro-batch-size 4 --global-batch-size 16 --train-iters {iters} --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine
-        --lr-decay-iters {options.iters + options.resume_iters} --lr-warmup-iters 10 --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95
+        --micro-batch-size 4 --global-batch-size 16 --train-iters {options.iters + options.resume_iters} --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine
+        --lr-warmup-iters 10 --exit-interval {options.iters} --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95
         --split 95,5,0 --num-workers 1 --log-interval 10 --eval-interval {options.iters} --eval-iters 4 --save-interval {options.iters}
         --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor
     """.split()
@@ -158,8 +158,9 @@ def main(argv: list[str] | None = None) -> None:
     ])  # fmt: skip
     data = Path(f"{prefix}_text_document")
     curve = Curve()
-    run(train_command(options, data, options.iters), curve)
-    run(train_command(options, data, options.iters + options.resume_iters), curve)
+    run(train_command(options, data), curve)
+    print(f"\nstopped after iteration {max(curve.train)}; the same command resumes from the checkpoint:")
+    run(train_command(options, data), curve)
     draw(curve, entropy, options.iters, options.out / "loss.png")
     last = curve.train[max(curve.train)]
     print(f"\nloss {last:.3f} nats per byte after {max(curve.train)} iterations; unigram entropy {entropy:.3f}; curve in {options.out / 'loss.png'}")
