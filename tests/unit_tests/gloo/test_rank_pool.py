@@ -27,6 +27,15 @@ def draw():
     return torch.rand(3)
 
 
+class Unreadable:
+    def __reduce__(self):
+        return (int, ("not a number",))
+
+
+def unreadable():
+    return Unreadable()
+
+
 def small_view_of_a_large_storage():
     return torch.zeros(1_000_000)[5:7], torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
 
@@ -78,6 +87,13 @@ def test_tensors_travel_by_value(ranks2):
     view, parameter = ranks2.run(small_view_of_a_large_storage)[0]
     assert view.untyped_storage().nbytes() == 8
     assert isinstance(parameter, torch.nn.Parameter) and parameter.dtype == torch.bfloat16
+
+
+def test_a_result_that_cannot_be_read_fails_its_own_job_only(ranks2):
+    before = ranks2.run(pid)
+    with pytest.raises(RankError, match="the result could not be unpickled"):
+        ranks2.run(unreadable)
+    assert ranks2.run(pid) == before and len(ranks2.run(gather_ranks, 0)) == 2
 
 
 def test_a_failing_rank_raises_with_its_tag_and_the_pool_recovers(ranks2):

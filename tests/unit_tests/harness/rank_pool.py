@@ -187,7 +187,7 @@ class RankPool:
             for pipe in ready:
                 rank = waiting[pipe]
                 try:
-                    replies[rank] = pickle.loads(pipe.recv_bytes())
+                    replies[rank] = _unpickled(pipe.recv_bytes())
                 except (EOFError, OSError):
                     replies[rank] = self._crash(rank)
                     is_alive = False
@@ -236,6 +236,15 @@ def _no_answer(timeout_s: float, has_failed_peer: bool) -> Failure:
     why = "another rank failed" if has_failed_peer else f"timeout of {timeout_s:g} s"
     message = f"no answer ({why}); the rank was killed"
     return Failure((_qualified_name(TimeoutError), "RankTimeout"), message, message)
+
+
+def _unpickled(reply: bytes) -> Any:
+    """The result of a job; a Failure if it cannot be read here, for every other rank's reply must still be received."""
+    try:
+        return pickle.loads(reply)
+    except Exception as error:  # noqa: BLE001  (whatever a result's class raises)
+        names = tuple(_qualified_name(cls) for cls in type(error).__mro__)
+        return Failure(names, str(error), f"the result could not be unpickled: {traceback.format_exc()}")
 
 
 def _raise(world_size: int, failures: dict[int, Failure]) -> None:
