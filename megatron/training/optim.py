@@ -9,7 +9,7 @@ from megatron_fsdp.mcore import FullyShardedDataParallel, FullyShardedOptimizer,
 
 
 def build_optimizer(config: RunConfig, model: FullyShardedDataParallel) -> FullyShardedOptimizer:
-    """The optimizer of `model`, with which megatron-core's schedules scale losses and finish gradients. **Collective.**"""
+    """The optimizer of `model`, also told to megatron-core's schedules. **Collective.**"""
     optimizer = get_megatron_optimizer(to_optimizer_config(config), [model])
     model.config.grad_scale_func = optimizer.scale_loss
     model.config.finalize_model_grads_func = finalize_model_grads

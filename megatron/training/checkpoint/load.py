@@ -106,7 +106,7 @@ def _read(run: Run, folder: Path, parts: Parts) -> None:
     dcp.load(values, checkpoint_id=str(folder), planner=DataOnlyPlanner())
     run.model.load_state_dict(values["model"], strict=False)
     if parts.optimizer:
-        run.optimizer.load_fqn_state_dict(_completed(run.optimizer.fqn_state_dict(), values["optimizer"]))
+        run.optimizer.load_fqn_state_dict(_with_own_state(run.optimizer.fqn_state_dict(), values["optimizer"]))
         _load_schedule(run, values["opt_param_scheduler"])
     if parts.progress:
         run.state.load_state_dict({**run.state.state_dict(), **values["progress"]})
@@ -148,7 +148,9 @@ def _rng_source(run: Run, saved: Metadata) -> str:
     own, first = rank_key(run.world.ranks.rank), rank_key(0)
     if any(name.startswith(f"rng_state.{own}.") for name in saved.state_dict_metadata):
         return own
-    logger.warning("the checkpoint was saved on fewer ranks; rank %d takes rank 0's random states", run.world.ranks.rank)
+    logger.warning(
+        "the checkpoint was saved on fewer ranks; rank %d takes rank 0's random states", run.world.ranks.rank
+    )
     return first
 
 
@@ -163,13 +165,15 @@ def _without(values: Mapping[str, Any], names: set[str], prefix: str = "") -> di
     return kept
 
 
-def _completed(own: dict[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
-    """`own` with everything that was read in its place."""
-    merged = dict(own)
-    for key, value in read.items():
-        is_inner = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = _completed(merged[key], value) if is_inner else value
-    return merged
+def _with_own_state(own: dict[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
+    """`read`, and of `own` the parameters that it lacks, whose options become those of their group as it was read."""
+    options = dict(read["param_to_group_meta"])
+    for name, current in own["param_to_group_meta"].items():
+        if not options.get(name):
+            group = [other for other, value in own["param_to_group_meta"].items() if value == current]
+            options[name] = next((options[other] for other in group if options.get(other)), current)
+    state = {name: read["state"].get(name) or value for name, value in own["state"].items()}
+    return {**own, **read, "state": state, "param_to_group_meta": options}
 
 
 def _load_schedule(run: Run, saved: Mapping[str, Any]) -> None:
@@ -177,6 +181,6 @@ def _load_schedule(run: Run, saved: Mapping[str, Any]) -> None:
         run.scheduler.load_state_dict(dict(saved))
     except AssertionError as error:
         raise ValueError(
-            f"the schedule is not the checkpoint's: {error}; pass --override-opt-param-scheduler to take this run's, or "
+            f"the schedule is not the checkpoint's: {error}; pass --override-opt-param-scheduler to take this run's or "
             "--use-checkpoint-opt-param-scheduler to take the checkpoint's"
         ) from None

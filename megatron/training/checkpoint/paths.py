@@ -30,7 +30,9 @@ def read_tracker(root: Path) -> int | str | None:
     if text == RELEASE:
         return RELEASE
     if not text.isdigit():
-        raise ValueError(f"{path} should hold an iteration or {RELEASE!r}, not {text!r}; pass --ckpt-step to do without it")
+        raise ValueError(
+            f"{path} should hold an iteration or {RELEASE!r}, not {text!r}; pass --ckpt-step to do without it"
+        )
     return int(text)
 
 

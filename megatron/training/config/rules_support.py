@@ -21,6 +21,10 @@ NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
         (None, False),
         "the sharding engine accumulates gradients itself; leave it out",
     ),
+    "model.init_model_with_meta_device": (
+        (False,),
+        "megatron-core's layers cannot initialise themselves one unit at a time; leave it out",
+    ),
     "precision.fp8": ((None,), "use --bf16"),
     "ddp.fp8_param_gather": ((False,), "use --bf16"),
     "ddp.nccl_ub": ((False,), "leave it out"),

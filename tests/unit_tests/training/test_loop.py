@@ -1,4 +1,4 @@
-"""What happens between the steps: reports, evaluations, skipped steps, reasons to stop; and that every flag does something."""
+"""What happens between the steps: reports, evaluations, skipped steps, reasons to stop; and that no flag is ignored."""
 
 import dataclasses
 import os
@@ -20,8 +20,8 @@ from tests.unit_tests.training.runs import TINY, Outcome, train
 LINE = re.compile(
     r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration +\d+/ +\d+ \| consumed samples: +\d+ \| "
     r"elapsed time per iteration \(ms\): [\d.]+ \| throughput per GPU \(TFLOP/s/GPU\): [\d.]+ \| "
-    r"learning rate: \d\.\d{6}E[-+]\d\d \| global batch size: +\d+ \| lm loss: \d\.\d{6}E[-+]\d\d \| loss scale: 1\.0 \| "
-    r"grad norm: [\d.]+ \| num zeros: \d+ \| params norm: [\d.]+ \| number of skipped iterations:   0 \| "
+    r"learning rate: \d\.\d{6}E[-+]\d\d \| global batch size: +\d+ \| lm loss: \d\.\d{6}E[-+]\d\d \| "
+    r"loss scale: 1\.0 \| grad norm: [\d.]+ \| num zeros: \d+ \| params norm: [\d.]+ \| number of skipped iterations:   0 \| "
     r"number of nan iterations:   0 \|"
 )
 READ_BY_RULES_ONLY = {
@@ -76,9 +76,11 @@ def test_every_field_is_read(mcore_ranks2, tmp_path):
 def reported(mcore_ranks2, tmp_path_factory):
     """(outcomes by rank, TensorBoard's folder) of a run with every report on."""
     board = tmp_path_factory.mktemp("board")
-    flags = "--train-iters 4 --eval-interval 3 --eval-iters 1 --log-throughput --log-num-zeros-in-grad --log-params-norm "
-    flags += f"--tensorboard-dir {board} --tensorboard-log-interval 2 --log-memory-to-tensorboard "
-    flags += "--log-validation-ppl-to-tensorboard --manual-gc --manual-gc-interval 1"
+    flags = (
+        "--train-iters 4 --eval-interval 3 --eval-iters 1 --log-throughput --log-num-zeros-in-grad "
+        f"--log-params-norm --tensorboard-dir {board} --tensorboard-log-interval 2 --log-memory-to-tensorboard "
+        "--log-validation-ppl-to-tensorboard --manual-gc --manual-gc-interval 1"
+    )
     return mcore_ranks2.run(train, flags), board
 
 

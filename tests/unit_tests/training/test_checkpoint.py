@@ -1,0 +1,175 @@
+"""What a checkpoint holds, what its flags mean, and what its errors say."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit_tests.training.runs import Outcome, train
+
+RUN = "--train-iters 3 "
+
+
+def run_all(*flags: str) -> list[Outcome]:
+    return [train(RUN + each) for each in flags]
+
+
+@pytest.fixture(scope="module")
+def saved(mcore_ranks1, tmp_path_factory):
+    """(outcome, folder) of a run that was saved at 1 and 3."""
+    folder = tmp_path_factory.mktemp("saved")
+    (outcome,) = mcore_ranks1.run(run_all, f"--save {folder} --save-interval 1 --exit-interval 2")[0]
+    return outcome, folder
+
+
+def stored(folder: Path) -> dict:
+    """The names and kinds of everything in a checkpoint."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    return FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+
+
+def test_the_layout(saved):
+    from megatron.training.config import from_yaml
+
+    _, folder = saved
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "iter_0000001", "iter_0000002", "latest_checkpointed_iteration.txt",
+    ]  # fmt: skip
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2"
+    files = sorted(path.name for path in (folder / "iter_0000002").iterdir())
+    assert files == [".metadata", "__0_0.distcp", "run_config.yaml"]
+    config = from_yaml(folder / "iter_0000002" / "run_config.yaml")
+    assert config.checkpoint.save == folder and config.train.train_iters == 3
+
+
+def test_the_names(saved):
+    _, folder = saved
+    names = stored(folder / "iter_0000002")
+    weight = "decoder.layers.0.self_attention.linear_qkv.weight"
+    assert {
+        f"model.module.{weight}", f"optimizer.state.{weight}.exp_avg", f"optimizer.state.{weight}.step",
+        f"optimizer.param_to_group_meta.{weight}.lr", "opt_param_scheduler.num_steps", "progress.iteration",
+        "progress.consumed_train_samples", "rng_state.rank_00000.random_rng_state", "checkpoint_version",
+    } <= names.keys()  # fmt: skip
+    assert {name.split(".")[0] for name in names} == {
+        "checkpoint_version", "model", "progress", "optimizer", "opt_param_scheduler", "rng_state",
+    }  # fmt: skip
+
+
+def test_flags_of_loading(mcore_ranks1, saved, tmp_path):
+    before, folder = saved
+    resumed, finetuned, first, weights_only, same_rng = mcore_ranks1.run(
+        run_all,
+        f"--load {folder}",
+        f"--load {folder} --finetune",
+        f"--load {folder} --ckpt-step 1 --exit-interval 2",
+        f"--load {folder} --no-load-optim",
+        f"--load {folder} --no-load-rng",
+    )[0]
+    assert len(resumed.losses) == 1 and len(finetuned.losses) == 3 and len(first.losses) == 1
+    assert first.losses == before.losses[1:], "iteration 1 is resumed exactly"
+    assert finetuned.losses[0] < before.losses[0] and finetuned.state["consumed_train_samples"] == 24
+    # Dropout makes the loss depend on the random states, and the update on the moments.
+    assert weights_only.losses == resumed.losses != same_rng.losses
+    name = next(iter(resumed.weights))
+    assert not weights_only.weights[name].equal(resumed.weights[name])
+
+
+def test_parts_that_were_not_saved(mcore_ranks1, saved, tmp_path):
+    _, folder = saved
+    without = f"--load {tmp_path} "
+    mcore_ranks1.run(run_all, f"--save {tmp_path} --no-save-optim --no-save-rng --exit-interval 2")
+    assert {name.split(".")[0] for name in stored(tmp_path / "iter_0000002")} == {
+        "checkpoint_version", "model", "progress",
+    }  # fmt: skip
+    mcore_ranks1.run_expecting(ValueError, "without optimizer; pass --no-load-optim, or --finetune", run_all, without)
+    mcore_ranks1.run_expecting(
+        ValueError, "without rng_state; pass --no-load-rng", run_all, without + "--no-load-optim"
+    )
+    (resumed,) = mcore_ranks1.run(run_all, without + "--no-load-optim --no-load-rng")[0]
+    assert resumed.state["iteration"] == 3 and len(resumed.losses) == 1
+
+
+def test_a_missing_checkpoint(mcore_ranks1, saved, tmp_path):
+    _, folder = saved
+    anew, ended = mcore_ranks1.run(run_all, f"--load {tmp_path}", f"--load {tmp_path} --exit-on-missing-checkpoint")[0]
+    assert anew.exit_code == 0 and len(anew.losses) == 3
+    assert ended.exit_code == 1 and ended.losses == []
+    message = r"iter_0000007 is no complete fsdp_dtensor checkpoint; .* has iter_0000001, iter_0000002"
+    mcore_ranks1.run_expecting(RuntimeError, message, run_all, f"--load {folder} --ckpt-step 7")
+
+
+def test_a_checkpoint_of_another_model(mcore_ranks1, saved):
+    _, folder = saved
+    load = f"--load {folder} "
+    fits_not = functools.partial(mcore_ranks1.run_expecting, ValueError)
+    # Both layers' weights are listed, not only the first that differs.
+    shapes = r"(?s)shape \(\d+\):.*layers.0.mlp.linear_fc1.weight: \(128, 32\) in the checkpoint, \(64, 32\) in the run.*layers.1"
+    fits_not(shapes, run_all, load + "--ffn-hidden-size 64")
+    fits_not(r"(?s)missing \(\d+\):.*decoder.layers.2.mlp.linear_fc1.bias", run_all, load + "--num-layers 3")
+    fits_not(r"(?s)unexpected \(\d+\):.*decoder.layers.1.mlp.linear_fc1.bias", run_all, load + "--num-layers 1")
+    fits_not("the schedule is not the checkpoint's: .*--override-opt-param-scheduler", run_all, load + "--lr 0.5")
+    partial, override = mcore_ranks1.run(
+        run_all, load + "--num-layers 3 --no-strict-fsdp-dtensor-load", load + "--lr 0.5 --override-opt-param-scheduler"
+    )[0]
+    assert partial.state["iteration"] == override.state["iteration"] == 3
+
+
+def interrupted_save(folder: Path) -> list[str]:
+    """Saves once well; then writing fails, and what is there is told; then saves again."""
+    from megatron.training.checkpoint import save
+
+    train(RUN + f"--save {folder} --exit-interval 1")
+    write = save.dcp.save
+
+    def fail(values: dict, checkpoint_id: str) -> None:
+        (Path(checkpoint_id) / "__0_0.distcp").write_bytes(b"half")
+        raise OSError("disk full")
+
+    save.dcp.save = fail
+    try:
+        with pytest.raises(OSError, match="disk full"):
+            train(RUN + f"--load {folder} --save {folder}")
+    finally:
+        save.dcp.save = write
+    seen = sorted(path.name for path in folder.glob("iter*"))
+    seen.append((folder / "latest_checkpointed_iteration.txt").read_text())
+    train(RUN + f"--load {folder} --save {folder}")
+    train(RUN + f"--save {folder}")  # over the one that is there
+    return [*seen, *sorted(path.name for path in folder.iterdir())]
+
+
+def test_an_interrupted_save_leaves_the_last_checkpoint(mcore_ranks1, tmp_path):
+    (seen,) = mcore_ranks1.run(interrupted_save, tmp_path)
+    assert seen[:2] == ["iter_0000001", "1"]
+    assert seen[2:] == ["iter_0000001", "iter_0000003", "latest_checkpointed_iteration.txt"]
+
+
+class Payload:
+    """Something that only code can restore."""
+
+
+def load_code(folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from megatron.training.checkpoint.load import DataOnlyPlanner
+
+    dcp.save({"weight": torch.ones(2), "payload": Payload()}, checkpoint_id=str(folder))
+    dcp.load({"weight": torch.zeros(2), "payload": 0}, checkpoint_id=str(folder), planner=DataOnlyPlanner())
+
+
+def test_code_is_not_run(mcore_ranks1, tmp_path):
+    from torch.distributed.checkpoint import CheckpointException
+
+    mcore_ranks1.run_expecting(CheckpointException, "(?s)Weights only load failed", load_code, tmp_path)
+
+
+def test_a_tracker_that_is_not_one(tmp_path):
+    from megatron.training.checkpoint.paths import folder_to_load
+
+    assert folder_to_load(tmp_path, None) is None
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("soon")
+    with pytest.raises(ValueError, match="should hold an iteration or 'release', not 'soon'"):
+        folder_to_load(tmp_path, None)
