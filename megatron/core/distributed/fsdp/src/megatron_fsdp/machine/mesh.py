@@ -24,7 +24,8 @@ class FSDPDistributedIndex:
         expt_fsdp_group_ag: the same for expert parameters.
 
     Raises:
-        ValueError: a dimension is missing from the mesh, or one of `dp_outer_dim` and `hybrid_fsdp_group` is missing.
+        ValueError: a dimension is missing from a mesh or means two axes, one of `dp_outer_dim` and `hybrid_fsdp_group`
+            (`hybrid_fsdp_expt_group`, with an expert mesh) is missing, or a group has other ranks than its dimension.
     """
 
     def __init__(
@@ -62,30 +63,28 @@ class FSDPDistributedIndex:
 
     def _check_names(self) -> None:
         if self.dp_shard_dim is None:
-            raise ValueError("dp_shard_dim is None; name the dimension of device_mesh over which parameters are sharded.")
+            raise ValueError("dp_shard_dim is None; name the dimension of device_mesh over which to shard parameters.")
         if (self.dp_outer_dim is None) != (self.hybrid_fsdp_group is None):
-            given, missing = (
-                ("dp_outer_dim", "hybrid_fsdp_group") if self.dp_outer_dim is not None else ("hybrid_fsdp_group", "dp_outer_dim")
-            )
+            names = ("dp_outer_dim", "hybrid_fsdp_group")
+            given, missing = names if self.dp_outer_dim is not None else reversed(names)
             raise ValueError(f"{given} is given without {missing}; hybrid sharding needs both, plain sharding neither.")
-        meshes = {"device_mesh": self.device_mesh, "expt_device_mesh": self.expt_device_mesh}
-        for mesh_name, mesh in meshes.items():
-            for option in ("dp_shard_dim", "dp_outer_dim", "tp_dim"):
-                dim = getattr(self, option)
-                if mesh is not None and dim is not None and not _has_dim(mesh, dim):
+        options = [option for option in ("dp_shard_dim", "dp_outer_dim", "tp_dim") if getattr(self, option) is not None]
+        for position, option in enumerate(options):
+            dim = getattr(self, option)
+            twins = [other for other in options[position + 1 :] if getattr(self, other) == dim]
+            if twins:
+                raise ValueError(f"{option} and {twins[0]} are both {dim!r}; every axis needs a dimension of its own.")
+            for mesh_name, mesh in (("device_mesh", self.device_mesh), ("expt_device_mesh", self.expt_device_mesh)):
+                if mesh is not None and not _has_dim(mesh, dim):
                     raise ValueError(
                         f"{option}={dim!r} is not a dimension of {mesh_name}, which has {mesh.mesh_dim_names}; "
                         "name the dimensions when the mesh is made, or flatten the ones you mean first."
                     )
 
     def _check_groups(self) -> None:
-        if self.use_hybrid_fsdp:
-            expected = self.fsdp_group.size() * self.outer_fsdp_group.size()
-            if self.hybrid_fsdp_group.size() != expected:
-                raise ValueError(
-                    f"hybrid_fsdp_group has {self.hybrid_fsdp_group.size()} ranks; expected {expected}: "
-                    f"all ranks of {self.dp_outer_dim!r} x {self.dp_shard_dim!r}."
-                )
+        for is_expert, mesh in ((False, self.device_mesh), (True, self.expt_device_mesh)):
+            if mesh is not None and self.use_hybrid_fsdp:
+                self._check_hybrid(is_expert)
         for option, group, gather in (
             ("fsdp_group_ag", self.fsdp_group, self.fsdp_group_ag),
             ("expt_fsdp_group_ag", self.expt_fsdp_group, self.expt_fsdp_group_ag),
@@ -93,7 +92,26 @@ class FSDPDistributedIndex:
             if gather is None:
                 continue
             if group is None or dist.get_process_group_ranks(gather) != dist.get_process_group_ranks(group):
-                raise ValueError(f"{option} must hold the same ranks, in the same order, as the shard dimension's group.")
+                raise ValueError(f"{option} must hold the same ranks, in the same order, as the shard dimension's.")
+
+    def _check_hybrid(self, is_expert: bool) -> None:
+        """One mesh's group of all (outer, shard) ranks, and that torch can slice the two dimensions together."""
+        mesh_name = "expt_device_mesh" if is_expert else "device_mesh"
+        option = "hybrid_fsdp_expt_group" if is_expert else "hybrid_fsdp_group"
+        group = getattr(self, option)
+        if group is None:
+            raise ValueError(f"{mesh_name} and dp_outer_dim need {option}: all its ranks of outer x shard.")
+        expected = self.get_fsdp_group(is_expert).size() * self.get_outer_fsdp_group(is_expert).size()
+        if group.size() != expected:
+            raise ValueError(
+                f"{option} has {group.size()} ranks; expected {expected}: all ranks of {self.dp_outer_dim!r} x "
+                f"{self.dp_shard_dim!r} of {mesh_name}."
+            )
+        if (self.dp_outer_dim, self.dp_shard_dim, is_expert) not in self.mesh_library:
+            raise ValueError(
+                f"{mesh_name} with dimensions {self.get_root_mesh(is_expert).mesh_dim_names} has no sub-mesh of "
+                f"({self.dp_outer_dim!r}, {self.dp_shard_dim!r}); the outer dimension must come first, and not overlap."
+            )
 
     def _register_submeshes(self) -> dict[tuple[str | bool, ...], DeviceMesh]:
         outer, shard, tp = self.dp_outer_dim, self.dp_shard_dim, self.tp_dim
@@ -126,8 +144,10 @@ class FSDPDistributedIndex:
             return self.get_fsdp_group(is_expert_parallel)
         return self.hybrid_fsdp_expt_group if is_expert_parallel else self.hybrid_fsdp_group
 
-    def get_fsdp_group(self, is_expert_parallel: bool = False, independent_all_gather: bool = False) -> dist.ProcessGroup:
-        """The ranks of the shard dimension; with `independent_all_gather` the communicator for gathers, if one was given."""
+    def get_fsdp_group(
+        self, is_expert_parallel: bool = False, independent_all_gather: bool = False
+    ) -> dist.ProcessGroup | None:
+        """The ranks of the shard dimension; with `independent_all_gather` the communicator given for gathers, if any."""
         if is_expert_parallel:
             return (independent_all_gather and self.expt_fsdp_group_ag) or self.expt_fsdp_group
         return (independent_all_gather and self.fsdp_group_ag) or self.fsdp_group
