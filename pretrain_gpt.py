@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 pretrain_gpt.py --use-megatron-fsdp <flags>
 
-or `python pretrain_gpt.py` for one process, or `-m pretrain_gpt` where the package is installed. `--help` lists the flags. What is
-trained is defined in `megatron.training.gpt`: a script of your own names its module here.
+or `python pretrain_gpt.py` for one process, or `-m pretrain_gpt` where the package is installed. `--help` lists the
+flags. What is trained is defined in `megatron.training.gpt`; a script of your own names its own module here.
 """
 
 import sys

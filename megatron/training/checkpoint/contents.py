@@ -1,12 +1,11 @@
 """What a checkpoint holds: tensors and plain values under names, no code.
 
-checkpoint_version, progress.*         counts of the run
-model.module.<name>                    main weights and buffers
-optimizer.state.<name>.*               moments and step
-optimizer.param_to_group_meta.<name>.* options of the parameter's group
-optimizer.grad_scaler.*                loss scale, if it changes
-opt_param_scheduler.*                  learning rate and weight decay
-rng_state.rank_00000.*                 random states of each rank
+- `checkpoint_version`; `progress.*`: counts of the run
+- `model.module.<name>`: main weights and buffers
+- `optimizer.state.<name>.*`: moments and step; `optimizer.param_to_group_meta.<name>.*`: options of its group
+- `optimizer.grad_scaler.*`: loss scale, if it changes
+- `opt_param_scheduler.*`: learning rate and weight decay
+- `rng_state.rank_00000.*`: random states of each rank
 """
 
 from collections.abc import Mapping

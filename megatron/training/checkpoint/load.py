@@ -63,7 +63,8 @@ def load_checkpoint(run: Run) -> bool:
 
     Raises:
         MissingCheckpointError: there was nothing, and that is not allowed.
-        ValueError: the checkpoint does not fit the run; nothing has been changed then.
+        ValueError: the checkpoint does not fit the run; every name that differs is listed.
+        FirstRankError: there is no such checkpoint.
     """
     checkpoint = run.config.checkpoint
     if checkpoint.load is None:

@@ -106,7 +106,7 @@ def test_a_checkpoint_of_another_model(mcore_ranks1, saved):
     load = f"--load {folder} "
     fits_not = functools.partial(mcore_ranks1.run_expecting, ValueError)
     # Both layers' weights are listed, not only the first that differs.
-    shapes = r"(?s)shape \(\d+\):.*layers.0.mlp.linear_fc1.weight: \(128, 32\) in the checkpoint, \(64, 32\) in the run.*layers.1"
+    shapes = r"(?s)shape \(\d+\):.*layers.0.mlp.linear_fc1.weight: \(128, 32\) in the checkpoint, \(64, 32\) in.*layers.1"
     fits_not(shapes, run_all, load + "--ffn-hidden-size 64")
     fits_not(r"(?s)missing \(\d+\):.*decoder.layers.2.mlp.linear_fc1.bias", run_all, load + "--num-layers 3")
     fits_not(r"(?s)unexpected \(\d+\):.*decoder.layers.1.mlp.linear_fc1.bias", run_all, load + "--num-layers 1")

@@ -21,8 +21,8 @@ LINE = re.compile(
     r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration +\d+/ +\d+ \| consumed samples: +\d+ \| "
     r"elapsed time per iteration \(ms\): [\d.]+ \| throughput per GPU \(TFLOP/s/GPU\): [\d.]+ \| "
     r"learning rate: \d\.\d{6}E[-+]\d\d \| global batch size: +\d+ \| lm loss: \d\.\d{6}E[-+]\d\d \| "
-    r"loss scale: 1\.0 \| grad norm: [\d.]+ \| num zeros: \d+ \| params norm: [\d.]+ \| number of skipped iterations:   0 \| "
-    r"number of nan iterations:   0 \|"
+    r"loss scale: 1\.0 \| grad norm: [\d.]+ \| num zeros: \d+ \| params norm: [\d.]+ \| "
+    r"number of skipped iterations:   0 \| number of nan iterations:   0 \|"
 )
 READ_BY_RULES_ONLY = {
     "ddp.use_distributed_optimizer": "what is implied may be asked for, and a rule refuses its opposite",

@@ -38,7 +38,8 @@ def test_the_log_line_is_megatron_lms():
     assert format_line(RECORD, NOW) == (
         " [2026-11-21 01:22:09.339653] iteration       40/      40 | consumed samples:         1280 | "
         "elapsed time per iteration (ms): 143.7 | throughput per GPU (TFLOP/s/GPU): 24.6 | "
-        "learning rate: 3.000000E-05 | global batch size:    32 | lm loss: 8.729829E-02 | loss scale: 1.0 | grad norm: 0.418 | num zeros: 0 | "
+        "learning rate: 3.000000E-05 | global batch size:    32 | lm loss: 8.729829E-02 | "
+        "loss scale: 1.0 | grad norm: 0.418 | num zeros: 0 | "
         "number of skipped iterations:   0 | number of nan iterations:   0 |"
     )
 

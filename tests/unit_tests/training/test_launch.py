@@ -1,0 +1,113 @@
+"""What a command line is answered before anything is started, and that both packages are of one version."""
+
+import logging
+import subprocess
+import sys
+import time
+
+import pytest
+
+import megatron.training
+import megatron_fsdp
+from megatron.training.config import load_config
+from megatron.training.launch import configure_logging, launch
+from megatron.training.ranks import Ranks
+from megatron.training.versions import check_versions
+from tests.unit_tests.harness.rank_pool import REPO_ROOT, import_paths
+
+WRONG = [
+    "--train-iters",
+    "2",
+    "--lr",
+    "-1",
+    "--use-megatron-fsdp",
+    "--micro-batch-size",
+    "3",
+    "--global-batch-size",
+    "7",
+]
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    def set_rank(rank: int, world_size: int) -> None:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+
+    return set_rank
+
+
+def test_every_mistake_is_told_at_once_by_rank_0_alone(as_rank, capsys):
+    as_rank(0, 2)
+    assert launch("megatron.training.gpt", WRONG) == 2
+    told = capsys.readouterr().err
+    for words in (
+        "--num-layers is missing",
+        "--lr is -1.0",
+        "there is no data",
+        "7 is not divisible by",
+        "x 2 data-par",
+    ):
+        assert words in told
+    as_rank(1, 2)
+    assert launch("megatron.training.gpt", WRONG) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_unknown_flags_and_unreadable_tokenizers_are_mistakes_too(as_rank, capsys, tmp_path):
+    as_rank(0, 1)
+    assert launch("megatron.training.gpt", ["--num-layer", "2"]) == 2
+    assert "did you mean --num-layers?" in capsys.readouterr().err
+    flags = (
+        "--use-megatron-fsdp --num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --lr 1 --mock-data"
+    )
+    flags += (
+        f" --micro-batch-size 1 --train-iters 2 --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/no"
+    )
+    assert launch("megatron.training.gpt", flags.split()) == 2
+    assert "--tokenizer-model" in capsys.readouterr().err
+
+
+def test_help_needs_neither_torch_nor_megatron_core():
+    code = "import sys; sys.argv = ['pretrain_gpt', '--help']\nimport pretrain_gpt\n"
+    code += "try: pretrain_gpt.main()\nexcept SystemExit: pass\n"
+    code += "assert not {'torch', 'megatron.core', 'transformers'} & set(sys.modules), 'slow imports'"
+    environment = {"PYTHONPATH": ":".join(import_paths()), "PATH": ""}
+    started_s = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=REPO_ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--data-parallel-sharding-strategy" in done.stdout
+    assert time.perf_counter() - started_s < 5
+
+
+def test_ranks_without_torchrun(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert Ranks.from_environment() == Ranks(rank=0, local_rank=0, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("rank", "flags", "expected"), [(0, "", logging.INFO), (1, "", logging.WARNING), (0, "--logging-level 40", 40)]
+)
+def test_logging_level(rank, flags, expected, monkeypatch):
+    root, core = logging.getLogger(), logging.getLogger("megatron.core")
+    monkeypatch.setattr(root, "handlers", list(root.handlers))
+    before = root.level, core.level
+    try:
+        level = load_config(flags.split()).logger.logging_level
+        configure_logging(level, Ranks(rank=rank, local_rank=rank, world_size=2))
+        assert root.level == expected
+    finally:
+        root.setLevel(before[0])
+        core.setLevel(before[1])
+
+
+def test_versions_are_one(monkeypatch):
+    assert megatron.training.__version__ == megatron_fsdp.__version__
+    check_versions()
+    monkeypatch.setattr(megatron_fsdp, "__version__", "9.9")
+    with pytest.raises(
+        RuntimeError, match=r"megatron.training 0.*megatron_fsdp 9.9 .* different versions; install one"
+    ):
+        check_versions()
