@@ -27,7 +27,7 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to
 LOG_LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*? lm loss: ([0-9.E+-]+) \|")
 VALID_LINE = re.compile(r"validation loss at iteration (\d+) \| lm loss value: ([0-9.E+-]+)")
 #: The loss must end under this fraction of the entropy that a model without context cannot beat.
-FAR_BELOW = 0.8
+FAR_BELOW = 0.75
 
 
 @dataclasses.dataclass
@@ -128,8 +128,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=REPOSITORY / "quickstart_out", help="folder for everything that is written")
     parser.add_argument("--processes", type=int, default=2, help="data-parallel processes")
-    parser.add_argument("--iters", type=int, default=150, help="iterations before the checkpoint")
-    parser.add_argument("--resume-iters", type=int, default=20, help="iterations after it")
+    parser.add_argument("--iters", type=int, default=300, help="iterations before the checkpoint")
+    parser.add_argument("--resume-iters", type=int, default=30, help="iterations after it")
     parser.add_argument("--corpus-mb", type=float, default=8.0, help="how much source to use")
     options = parser.parse_args(argv)
     if torch.cuda.is_available() and torch.cuda.device_count() < options.processes:
