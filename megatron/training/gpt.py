@@ -89,7 +89,8 @@ def datasets_provider(job: Job) -> Datasets:
         num_dataset_builder_threads=data.num_dataset_builder_threads,
         mid_level_dataset_surplus=data.mid_level_dataset_surplus,
     )
-    counts = SampleCounts(train=plan.train_samples, valid=plan.valid_samples, test=plan.test_samples)
+    trained = 0 if job.config.validation.skip_train else plan.train_samples
+    counts = SampleCounts(train=trained, valid=plan.valid_samples, test=plan.test_samples)
     return build_train_valid_test_datasets(request, counts, job.tokenizer)
 
 

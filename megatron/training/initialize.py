@@ -56,7 +56,7 @@ def initialized(config: RunConfig, plan: RunPlan, ranks: Ranks) -> Iterator[Worl
     cpu_compat.install()
     owns_group = not dist.is_initialized()
     if owns_group:
-        _init_process_group(config, plan, ranks, device)
+        _init_process_group(config, plan, ranks)
     try:
         _init_megatron_core(config, plan, ranks)
         set_seeds(config.rng.seed)
@@ -68,7 +68,7 @@ def initialized(config: RunConfig, plan: RunPlan, ranks: Ranks) -> Iterator[Worl
             dist.destroy_process_group()
 
 
-def _init_process_group(config: RunConfig, plan: RunPlan, ranks: Ranks, device: torch.device) -> None:
+def _init_process_group(config: RunConfig, plan: RunPlan, ranks: Ranks) -> None:
     timeout = timedelta(minutes=config.dist.distributed_timeout_minutes)
     # A process that torchrun did not start meets nobody and needs no address.
     alone = {"store": dist.HashStore()} if not dist.is_torchelastic_launched() and ranks.world_size == 1 else {}
@@ -77,7 +77,6 @@ def _init_process_group(config: RunConfig, plan: RunPlan, ranks: Ranks, device: 
         rank=ranks.rank,
         world_size=ranks.world_size,
         timeout=timeout,
-        device_id=device if plan.backend == "nccl" else None,
         **alone,
     )
 

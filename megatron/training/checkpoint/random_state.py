@@ -25,7 +25,7 @@ def current_state() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Sets this process's generators to a `current_state()`; CUDA's stays as it is if the state came from a CPU."""
+    """Sets this process's generators to a `current_state()` of the same kind of device."""
     version, numbers, gauss = json.loads(state["random_rng_state"])
     random.setstate((version, tuple(numbers), gauss))
     numpy_state = json.loads(state["np_rng_state"])

@@ -37,6 +37,10 @@ def test_wheel_holds_the_engine_the_training_package_and_the_script(built):
     }
 
 
+def test_wheel_holds_the_list_of_megatron_lms_flags(built):
+    assert (built / "lib/megatron/training/config/megatron_lm_flags.txt").exists()
+
+
 def test_wheel_holds_nothing_that_megatron_core_supplies(built):
     assert not (built / "lib/megatron/core").exists()
     assert not (built / "lib/megatron/__init__.py").exists()

@@ -1,6 +1,7 @@
 """What a checkpoint holds, what its flags mean, and what its errors say."""
 
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,7 @@ def test_a_checkpoint_of_another_model(mcore_ranks1, saved):
     load = f"--load {folder} "
     fits_not = functools.partial(mcore_ranks1.run_expecting, ValueError)
     # Both layers' weights are listed, not only the first that differs.
-    shapes = r"(?s)shape \(\d+\):.*layers.0.mlp.linear_fc1.weight: \(128, 32\) in the checkpoint, \(64, 32\) in.*layers.1"
+    shapes = r"(?s)shape.*layers.0.mlp.linear_fc1.weight: \(128, 32\) in the checkpoint, \(64, 32\) in.*layers.1"
     fits_not(shapes, run_all, load + "--ffn-hidden-size 64")
     fits_not(r"(?s)missing \(\d+\):.*decoder.layers.2.mlp.linear_fc1.bias", run_all, load + "--num-layers 3")
     fits_not(r"(?s)unexpected \(\d+\):.*decoder.layers.1.mlp.linear_fc1.bias", run_all, load + "--num-layers 1")
@@ -115,6 +116,17 @@ def test_a_checkpoint_of_another_model(mcore_ranks1, saved):
         run_all, load + "--num-layers 3 --no-strict-fsdp-dtensor-load", load + "--lr 0.5 --override-opt-param-scheduler"
     )[0]
     assert partial.state["iteration"] == override.state["iteration"] == 3
+
+
+def test_the_loss_scale_is_resumed(mcore_ranks1, tmp_path):
+    flags = "--fp16 --hysteresis 1 --loss-scale-window 2 --initial-loss-scale 1024 "
+    whole, _, resumed = mcore_ranks1.run(
+        run_all, flags, flags + f"--save {tmp_path} --exit-interval 1", flags + f"--load {tmp_path}"
+    )[0]
+    assert "loss scale: 2048.0" in whole.output.splitlines()[-1]
+    assert resumed.losses == whole.losses[1:]
+    scales = [re.findall("loss scale: ([0-9.]+)", run.output) for run in (whole, resumed)]
+    assert scales[1] == scales[0][1:]
 
 
 def interrupted_save(folder: Path) -> list[str]:
