@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -17,14 +18,13 @@ from megatron_fsdp.runtime.unit import Phase, Unit
 
 
 def install_hooks(schedule: Schedule) -> list[torch.utils.hooks.RemovableHandle]:
-    """Hooks every unit's module and trainable parameters. Hooks hold the schedule weakly: user modules do not own it."""
+    """Hooks every unit's module. Hooks hold the schedule weakly: user modules do not own it."""
     handles = []
     for unit in schedule.units:
         hooks = _UnitHooks(weakref.ref(schedule), weakref.ref(unit))
         module = unit.module()
-        handles.append(module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(hooks.post_forward))
-        handles.extend(raw.register_post_accumulate_grad_hook(hooks.grad_ready) for raw in unit.trainable)
+        handles.append(module.register_forward_pre_hook(hooks.pre_forward, prepend=True))
+        handles.append(module.register_forward_hook(hooks.post_forward, with_kwargs=True))
     return handles
 
 
@@ -35,45 +35,54 @@ class _UnitHooks:
     schedule: weakref.ref[Schedule]
     unit: weakref.ref[Unit]
 
-    def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def pre_forward(self, module: nn.Module, args: tuple) -> None:
         schedule, unit = self.schedule(), self.unit()
         if in_backward():
             schedule.recompute_forward(unit)
-            return
-        schedule.pre_forward(unit)
-        if unit.has_frozen and torch.is_grad_enabled():
-            inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-            if inputs:
-                register_multi_grad_hook(inputs, self.inputs_ready, mode="all")
+        else:
+            schedule.pre_forward(unit)
 
-    def post_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def post_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         schedule, unit = self.schedule(), self.unit()
-        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        if outputs and torch.is_grad_enabled():
-            register_multi_grad_hook(outputs, self.pre_backward, mode="any")
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
+        if outputs:
+            # The gradient of an input that is handed through arrives in another unit's turn.
+            given = {id(value) for value in (*args, *kwargs.values())}
+            own = [tensor for tensor in outputs if id(tensor) not in given]
+            if own:
+                register_multi_grad_hook(own, self.pre_backward, mode="any")
         if unit.phase is not Phase.BACKWARD:
-            schedule.post_forward(unit, awaits_backward=bool(outputs) and torch.is_grad_enabled())
+            schedule.post_forward(unit, awaits_backward=bool(outputs))
 
     def pre_backward(self, grad: torch.Tensor) -> None:
         self.schedule().pre_backward(self.unit())
 
-    def grad_ready(self, param: torch.Tensor) -> None:
-        self.schedule().grad_ready(self.unit())
 
-    def inputs_ready(self, grads: object) -> None:
-        self.schedule().inputs_ready(self.unit())
+#: Objects that hold no output, however much they refer to.
+_OPAQUE = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists, dicts and dataclasses."""
+def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """Every tensor in nested tuples, lists, dicts, dataclasses and attributes of other objects."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
+        return
+    if value is None or isinstance(value, (str, bytes, int, float, torch.dtype, torch.device, *_OPAQUE)):
+        return
+    seen = set() if seen is None else seen
+    if id(value) in seen:  # objects may refer to each other
+        return
+    seen.add(id(value))
+    for item in _items(value):
+        yield from tensors_in(item, seen)
+
+
+def _items(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value.values()
     elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+        yield from value
+    elif dataclasses.is_dataclass(value):
+        yield from (getattr(value, field.name) for field in dataclasses.fields(value))
+    elif hasattr(value, "__dict__"):
+        yield from vars(value).values()

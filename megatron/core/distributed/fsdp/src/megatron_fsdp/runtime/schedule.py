@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import collections
+import logging
 
 import torch
 
 from megatron_fsdp.config import EngineConfig
-from megatron_fsdp.machine.collectives import GradScale
+from megatron_fsdp.machine.collectives import GradScale, all_gather
 from megatron_fsdp.machine.device import Device, Event
 from megatron_fsdp.machine.torch_compat import on_backward_end
+from megatron_fsdp.runtime.order import Order
 from megatron_fsdp.runtime.unit import Phase, Unit
 from megatron_fsdp.state.main_grad import GradState
 from megatron_fsdp.state.param_group import ParamGroup
+
+logger = logging.getLogger(__name__)
 
 
 class Schedule:
     """Runs every unit's transitions at the right time; the same code on CUDA and CPU.
 
-    Each communicator sees one canonical order on all ranks: gathers follow execution, reductions the reverse of the
-    units' order, whatever order gradients arrive in. What a rank does in a step never depends on its data.
+    All ranks communicate in one canonical order, `Order`, which does not depend on what a rank runs: a forward gathers
+    every unit in turn, a backward gathers and reduces them in turn. A rank that reaches a unit first does everything
+    that comes before it, with zero gradients for what it skipped. A rank may leave units out, but must run the others
+    in the order of all, and as often as the others do; gradients flow through a frozen unit on all ranks or on none.
     """
 
     def __init__(self, units: list[Unit], config: EngineConfig, device: Device, scales: dict[bool, GradScale]):
@@ -31,17 +37,27 @@ class Schedule:
         """Gradient scale by `is_expert`."""
         self._gather_stream = device.new_stream(high_priority=True)
         self._reduce_stream = device.new_stream(high_priority=True)
-        self._forward_order = [unit for unit in units if unit is not self.root]
-        self._reduce_queue = [*reversed(self._forward_order), self.root]
-        self._reduce_next = 0
+        self._depth = config.prefetch_depth if config.overlap_param_gather else 0
+        self._order = Order([unit for unit in units if unit is not self.root], self.root)
+        self._in_forward = False
+        """The root's forward runs. Units may also be called outside it; then nothing is expected of the others."""
+        self._gathered = 0
+        """Units of the order that this forward has gathered once."""
+        self._passed = 0
+        """Units of the order that this forward has left behind."""
         self._in_flight: collections.deque[tuple[object, Event]] = collections.deque()
         self._installed: Event | None = None
         """Compute weights were written on the current stream; the next gather waits for it."""
         self._in_backward = False
+        self._cursor = 0
+        """Steps of the order's backward that have been taken."""
+        self._is_predictable = True
+        """Backwards have kept to the order so far. If not, all of one is reduced at its end."""
         self.model_auto_sync = False
         self.is_last_microbatch = True
         self.microbatch_count = 0
-        self._observed: list[Unit] | None = []
+        self._observed: dict[Unit, None] | None = {}
+        """Units in the order of their first calls, until the ranks have agreed on one."""
         self.on_auto_sync = lambda: None
         """Called at the end of a backward when `model_auto_sync` is on."""
 
@@ -82,92 +98,117 @@ class Schedule:
             for group in unit.groups:
                 group.reshard()
 
-    def _prefetch(self, order: list[Unit], unit: Unit) -> None:
-        if not self.config.overlap_param_gather:
-            return
-        try:
-            position = order.index(unit)
-        except ValueError:  # the root: what comes next is the first unit
-            position = -1
-        for following in order[position + 1 : position + 1 + self.config.prefetch_depth]:
-            self._gather(following)
-
     # -- forward ------------------------------------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit) -> None:
         """The unit's module is about to run. **Collective**."""
+        if self._in_backward:  # the last one raised before its end
+            self._abandon_backward()
         if unit.is_root:
             self._begin_forward()
-        unit.calls += 1
-        if unit.calls > 1:
-            unit.is_called_repeatedly = True
+        elif self._in_forward:
+            unit.calls += 1
+            if self._observed is not None:
+                self._observed.setdefault(unit)
+            self._walk_to(self._order.forward_index[unit])
         unit.enter(Phase.FORWARD)
         self._make_readable(unit)
-        if self._observed is not None and not unit.is_root and unit not in self._observed:
-            self._observed.append(unit)
-        self._prefetch(self._forward_order, unit)
+        if self._in_forward:
+            self._gather_first((0 if unit.is_root else self._order.forward_index[unit] + 1) + self._depth)
 
     def _begin_forward(self) -> None:
         """A new forward of the whole model: gathers must see what the optimizer wrote on the current stream."""
-        if self._in_backward:  # the last one raised before its end
-            self._abandon_backward()
         self._gather_stream.wait_stream(self.device.current_stream())
+        self._in_forward = True
+        self._gathered = self._passed = 0
         for unit in self.units:
             unit.calls = 0
 
+    def _gather_first(self, count: int) -> None:
+        """Gathers the first `count` units of the order, each once in a forward. **Collective**."""
+        while self._gathered < min(count, len(self._order.forward)):
+            self._gather(self._order.forward[self._gathered])
+            self._gathered += 1
+
+    def _walk_to(self, index: int) -> None:
+        """Takes part in what comes before unit number `index`, and releases what was not used. **Collective**."""
+        while self._passed < index:
+            self._gather_first(self._passed + 1 + self._depth)
+            unit = self._order.forward[self._passed]
+            if unit.phase is Phase.RESTING:  # or else it contains the one that is reached
+                self._release(unit)
+            self._passed += 1
+        self._gather_first(index + 1)
+
     def post_forward(self, unit: Unit, *, awaits_backward: bool) -> None:
         """The unit's module has run. The root stays gathered until its backward is over, if one may come."""
-        if unit.is_root and awaits_backward:
-            return
+        if unit.is_root:
+            self._end_forward()
+            if awaits_backward:
+                return
         unit.enter(Phase.RESTING)
         self._release(unit)
 
-    def recompute_forward(self, unit: Unit) -> None:
-        """The unit's module is about to run inside backward; it stays gathered for the backward that follows."""
-        self._begin_backward(unit)
-        unit.enter(Phase.BACKWARD)
-        self._make_readable(unit)
+    def _end_forward(self) -> None:
+        if self._in_forward:
+            self._walk_to(len(self._order.forward))
+            self._in_forward = False
+            self._agree_on_order()
 
     # -- backward -----------------------------------------------------------------------------------------------
 
-    def _begin_backward(self, unit: Unit) -> None:
-        if self._in_backward:
-            return
-        self._in_backward = True
-        on_backward_end(self.finish_backward)
-        self._agree_on_order()
+    def recompute_forward(self, unit: Unit) -> None:
+        """The unit's module is about to run inside backward; it stays gathered for the backward that follows."""
+        self._begin_backward()
+        if self._is_predictable and unit.backwards + 1 >= unit.calls:
+            self._walk_back_before_recomputing(unit)
+        unit.enter(Phase.BACKWARD)
+        self._make_readable(unit)
+
+    def _walk_back_before_recomputing(self, unit: Unit) -> None:
+        """Ends what is over. If no unit before `unit` is still to come, its own backward is what follows. **Collective**.
+
+        Recomputation over several units runs the first of them first: then those behind it are still to come.
+        """
+        steps, entry = self._order.backward, self._order.entry[unit]
+        while self._cursor < entry and not steps[self._cursor].is_entry:
+            self._walk_back(self._cursor + 1)
+        pending = (steps[number] for number in range(self._cursor, entry))
+        if not any(step.is_entry and step.unit.is_expected_in_backward for step in pending):
+            self._walk_back(entry + 1)
+
+    def _begin_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self._cursor = 0
+            on_backward_end(self.finish_backward)
 
     def pre_backward(self, unit: Unit) -> None:
         """The gradient of the unit's output is there. **Collective**."""
-        self._begin_backward(unit)
+        self._begin_backward()
+        unit.joins_backward = True
+        unit.backwards += 1
+        # Of a unit that was called several times, the first call's backward comes last.
+        if self._is_predictable and unit.backwards >= unit.calls:
+            self._walk_back(self._order.entry[unit] + 1)
         unit.enter(Phase.BACKWARD)
         self._make_readable(unit)
-        self._prefetch([u for u in reversed(self._forward_order) if not u.is_reduced and u.calls], unit)
 
-    def grad_ready(self, unit: Unit) -> None:
-        """One trainable parameter of `unit` has its gradient. **Collective** when it was the last one."""
-        self._begin_backward(unit)
-        unit.pending -= 1
-        if unit.pending == 0 and not unit.is_called_repeatedly:
-            self._backward_done(unit)
-
-    def inputs_ready(self, unit: Unit) -> None:
-        """The gradients of the unit's inputs are there: nothing reads its weights any more, if it was called once."""
-        if not unit.is_called_repeatedly and not unit.is_root and (not unit.trainable or unit.is_ready):
-            self._end_unit(unit)
-
-    def _backward_done(self, unit: Unit) -> None:
-        unit.is_ready = True
-        while self._reduce_next < len(self._reduce_queue) and self._is_passable(self._reduce_queue[self._reduce_next]):
-            self._reduce(self._reduce_queue[self._reduce_next])
-            self._reduce_next += 1
-        # A frozen weight is still read for the gradient of the unit's input after all trained ones are complete.
-        if not unit.has_frozen and not unit.is_root:
-            self._end_unit(unit)
-
-    @staticmethod
-    def _is_passable(unit: Unit) -> bool:
-        return unit.is_ready or not unit.trainable
+    def _walk_back(self, stop: int) -> None:
+        """Takes the steps of the order's backward before number `stop`. **Collective**."""
+        while self._cursor < stop:
+            step = self._order.backward[self._cursor]
+            self._cursor += 1
+            unit = step.unit
+            if not unit.joins_backward:
+                continue
+            if step.is_entry:
+                self._gather(unit)
+                for following in self._order.entries_after(unit, self._depth):
+                    self._gather(following)
+            else:
+                self._reduce(unit)
+                self._end_unit(unit)
 
     def _end_unit(self, unit: Unit) -> None:
         if unit.phase is Phase.BACKWARD:
@@ -176,46 +217,52 @@ class Schedule:
 
     def finish_backward(self) -> None:
         """The outermost backward is over: completes what could not be completed unit by unit. **Collective**."""
-        for unit in self._reduce_queue:
-            if not unit.is_reduced:
-                self._reduce(unit)
-            elif unit.has_stray_grads():
-                # Its gradients came in several parts without it having been called several times.
-                unit.is_called_repeatedly = True
-                self._reduce(unit)
-        for unit in self.units:
-            self._end_unit(unit)
-            unit.calls = 0
-            unit.begin_backward_accounting()
-        self._reduce_next = 0
-        self._in_backward = False
+        self._walk_back(len(self._order.backward))
+        if self._reduce_strays() and self._is_predictable:
+            self._is_predictable = False
+            logger.warning(
+                "gradients arrive in an order that changes; from now on each backward is reduced at its end. "
+                "Run units in the same order in every forward, and a forward and its backward in turn."
+            )
+        self._end_backward()
         self.microbatch_count += 1
         if self.model_auto_sync:
             self.on_auto_sync()
 
+    def _reduce_strays(self) -> bool:
+        """Reduces gradients that came after their unit's reduction; says if there were any. **Collective**."""
+        late = [unit for unit in self._order.exits if unit.has_stray_grads()]
+        for unit in late:
+            self._reduce(unit)
+        return bool(late)
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        for unit in self.units:
+            self._end_unit(unit)
+            unit.backwards = 0
+
     def _abandon_backward(self) -> None:
         """Forgets a backward that was interrupted by an exception, and its gradients."""
-        self._in_backward = False
-        self._reduce_next = 0
+        self.device.current_stream().wait_stream(self._reduce_stream)
         self._in_flight.clear()
         for unit in self.units:
-            for raw in unit.trainable:
-                raw.grad = None
-            self._end_unit(unit)
-            unit.begin_backward_accounting()
+            for group in unit.groups:
+                if group.main_grad is not None:
+                    group.main_grad.discard()
+        self._end_backward()
 
     # -- reductions ---------------------------------------------------------------------------------------------
 
     def _reduce(self, unit: Unit) -> None:
         """Hands the unit's gradients of this backward to the reduction. **Collective**."""
-        unit.is_reduced = True
         finalize_now = self.config.overlap_grad_reduce and (self.model_auto_sync or self.is_last_microbatch)
         for group in unit.groups:
             if group.main_grad is None:
                 continue
             if group.plan.reduces_each_microbatch:
                 self._make_room()
-            elif group.main_grad.state is GradState.FINAL:  # about to be reopened on this stream
+            elif group.main_grad.state is not GradState.ACCUMULATING:  # about to be opened on this stream
                 self.device.current_stream().wait_stream(self._reduce_stream)
             staged = group.main_grad.collect()
             if staged is None and not finalize_now:
@@ -242,13 +289,16 @@ class Schedule:
 
     def finalize_open(self) -> None:
         """Starts every reduction that was deferred to the end of the cycle. **Collective**."""
-        for unit in self._reduce_queue:
+        for unit in self._order.exits:
             for group in unit.groups:
                 if group.main_grad is not None and group.main_grad.state is GradState.ACCUMULATING:
                     self._on_reduce_stream(group, None, finalize_now=True)
 
     def finish_reductions(self) -> None:
         """Finalizes what is still open, and makes the current stream wait for every reduction. **Collective**."""
+        if self._in_backward:  # the last one raised before its end
+            self._abandon_backward()
+        self._reduce_strays()  # of a backward that went through no unit's output
         self.finalize_open()
         self.device.current_stream().wait_stream(self._reduce_stream)
         self._in_flight.clear()
@@ -267,7 +317,7 @@ class Schedule:
         """Starts the gathers that the next forward needs first. **Collective**."""
         self._gather_stream.wait_stream(self.device.current_stream())
         self._gather(self.root)
-        for unit in self._forward_order[: self.config.prefetch_depth]:
+        for unit in self._order.forward[: self._depth]:
             self._gather(unit)
 
     def gather_all(self) -> None:
@@ -283,23 +333,31 @@ class Schedule:
             self._end_unit(unit)
 
     def _agree_on_order(self) -> None:
-        """After the first forward: if units ran in another order than they are registered, all ranks adopt rank 0's.
+        """After the first forward: if units ran in another order than they are registered, all ranks adopt that one.
 
-        **Collective** once. Prefetch and reduction follow this order; any order that all ranks share is correct.
+        **Collective** once. Any order that all ranks share is correct; this one is also fast.
         """
         if self._observed is None:
             return
-        observed, self._observed = self._observed, None
-        order = observed + [unit for unit in self._forward_order if unit not in observed]
-        index = [self._forward_order.index(unit) for unit in order]
-        agreed = self._broadcast_order(index)
-        self._forward_order = [self._forward_order[i] for i in agreed]
-        self._reduce_queue = [*reversed(self._forward_order), self.root]
+        static = self._order.forward
+        ran = [self._order.forward_index[unit] for unit in self._observed]
+        self._observed = None
+        agreed = self._longest(ran)
+        for index in range(len(static)):
+            if index not in agreed:  # skipped by all: its place is behind the unit before it
+                agreed.insert(agreed.index(index - 1) + 1 if index else 0, index)
+        self._order = Order([static[index] for index in agreed], self.root)
 
-    def _broadcast_order(self, index: list[int]) -> list[int]:
-        axes = next(group.facts.axes for unit in self.units for group in unit.groups)  # the root may own nothing
-        order = torch.tensor(index, dtype=torch.int64, device=self.device.torch_device)
-        for axis in reversed(axes):
-            if axis.size > 1 and order.numel():
-                torch.distributed.broadcast(order, group=axis.group, group_src=0)
-        return order.tolist()
+    def _longest(self, ran: list[int]) -> list[int]:
+        """The longest of all ranks' lists, the first rank's among equals. **Collective**."""
+        facts = [group.facts for unit in self.units for group in unit.groups]
+        axes = min(facts, key=lambda fact: fact.is_expert).axes  # those of experts need not reach all ranks
+        count = len(self._order.forward)
+        mine = torch.tensor([len(ran), *ran, *[0] * (count - len(ran))], dtype=torch.int64, device=self.device.torch_device)
+        for axis in axes:
+            table = mine.repeat(axis.size)
+            all_gather(table, mine, axis)
+            rows = table.view(axis.size, count + 1)
+            mine = rows[int(rows[:, 0].argmax())].clone()
+        length, *agreed = mine.tolist()
+        return agreed[:length]

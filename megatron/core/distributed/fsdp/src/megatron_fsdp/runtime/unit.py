@@ -6,7 +6,6 @@ import dataclasses
 import enum
 import weakref
 
-import torch
 from torch import nn
 
 from megatron_fsdp.machine.device import Event
@@ -80,18 +79,13 @@ class Unit:
         self.is_root = is_root
         self.phase = Phase.RESTING
         self.trainable = [param.raw for param in params if param.raw.requires_grad]
-        self.has_frozen = len(self.trainable) < len(params)
         self.gather_event: Event | None = None
         self.calls = 0
-        """Forward calls since the root's last one began."""
-        self.is_called_repeatedly = False
-        """Seen more than once in one forward of the root: its gradients come in several parts."""
-        self.pending = len(self.trainable)
-        """Trainable parameters whose gradient is still to come in this backward."""
-        self.is_reduced = False
-        """Its gradients of this backward have been handed to the reduction."""
-        self.is_ready = False
-        """Its gradients of this backward are complete."""
+        """Forward calls inside the root's last forward."""
+        self.backwards = 0
+        """Calls whose output's gradient has arrived in this backward."""
+        self.joins_backward = bool(self.trainable)
+        """Takes part in every backward; a frozen unit only once gradients have been seen to flow through it."""
         self.shows_raw = True
         """Modules hold the full parameters."""
 
@@ -109,6 +103,11 @@ class Unit:
     def is_unsharded(self) -> bool:
         """Every group is readable in full (its gather may still be running)."""
         return all(group.is_unsharded for group in self.groups)
+
+    @property
+    def is_expected_in_backward(self) -> bool:
+        """More of its own backward will come on this rank."""
+        return self.calls > self.backwards and self.joins_backward
 
     def enter(self, phase: Phase) -> None:
         """Changes phase.
@@ -137,13 +136,6 @@ class Unit:
             for place in param.places:
                 place.hold(getattr(param, form))
 
-    def begin_backward_accounting(self) -> None:
-        """Expects one gradient per trainable parameter again."""
-        self.pending = len(self.trainable)
-        self.is_reduced = False
-        self.is_ready = False
-
-    @torch.no_grad()
     def has_stray_grads(self) -> bool:
-        """Gradients arrived after the unit had been reduced."""
+        """Gradients have arrived that no reduction has taken."""
         return any(raw.grad is not None for raw in self.trainable)

@@ -153,6 +153,14 @@ class MainGrad:
         # Copied, never added: the source of this reduction is the buffer itself.
         self.final.data.copy_(wire.reduce_to(target, scale).data)
 
+    def discard(self) -> None:
+        """Forgets the gradients of a backward that did not come to its end."""
+        for param in self._facts.params:
+            param.grad = None
+            if hasattr(param, "grad_added_to_main_grad"):
+                param.grad_added_to_main_grad = False
+        self._staged = None
+
     def reset(self) -> None:
         """Forgets the gradient: the next one overwrites it, so nothing needs to be zeroed."""
         self.state = GradState.EMPTY

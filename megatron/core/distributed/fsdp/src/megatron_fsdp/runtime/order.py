@@ -1,0 +1,68 @@
+"""In which order units gather and reduce: one order for all ranks, whatever each of them happens to run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from megatron_fsdp.runtime.unit import Unit
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The beginning (its gather) or the end (its reduction and release) of one unit's backward."""
+
+    unit: Unit
+    is_entry: bool
+
+
+class Order:
+    """Positions of all units in a forward and in the backward that mirrors it.
+
+    Autograd executes nodes in the reverse of the order in which forward made them. So when the gradient of a unit's
+    output arrives, the backward of everything that forward ran after that unit is over: whatever comes before a step
+    of `backward` can be done before it, on a rank that ran it and on a rank that did not.
+    """
+
+    def __init__(self, forward: Sequence[Unit], root: Unit):
+        self.forward = list(forward)
+        """Every unit but the root, as their first calls begin."""
+        self.forward_index = {unit: index for index, unit in enumerate(self.forward)}
+        self.backward = list(_steps(root, _children(self.forward, root)))
+        """Entry and exit of every unit; those of units inside another one lie between its own."""
+        self.entry = {step.unit: index for index, step in enumerate(self.backward) if step.is_entry}
+        self.entries = [step.unit for step in self.backward if step.is_entry]
+        self.exits = [step.unit for step in self.backward if not step.is_entry]
+        self._entry_number = {unit: number for number, unit in enumerate(self.entries)}
+
+    def entries_after(self, unit: Unit, count: int) -> list[Unit]:
+        """The next `count` units that join backward, after the entry of `unit`."""
+        found: list[Unit] = []
+        for number in range(self._entry_number[unit] + 1, len(self.entries)):
+            if len(found) == count:
+                break
+            if self.entries[number].joins_backward:
+                found.append(self.entries[number])
+        return found
+
+
+def _children(forward: Sequence[Unit], root: Unit) -> dict[Unit, list[Unit]]:
+    """Units by the innermost unit whose module contains them, in forward order."""
+    by_fqn = {unit.fqn: unit for unit in forward}
+    children: dict[Unit, list[Unit]] = {}
+    for unit in forward:
+        name, parent = unit.fqn, root
+        while "." in name:
+            name = name.rpartition(".")[0]
+            if name in by_fqn:
+                parent = by_fqn[name]
+                break
+        children.setdefault(parent, []).append(unit)
+    return children
+
+
+def _steps(unit: Unit, children: dict[Unit, list[Unit]]) -> Iterator[Step]:
+    yield Step(unit, is_entry=True)
+    for child in reversed(children.get(unit, [])):
+        yield from _steps(child, children)
+    yield Step(unit, is_entry=False)
