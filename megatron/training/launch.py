@@ -14,6 +14,7 @@ from megatron.training.config import ConfigError, RunConfig, RunPlan, check, for
 from megatron.training.ranks import Ranks
 from megatron.training.tokenizer import Tokenizer, TokenizerRequest, build_tokenizer
 
+EXIT_FAILED = 1
 EXIT_BAD_CONFIGURATION = 2
 
 _EXPECTED_WARNINGS = (
@@ -22,6 +23,13 @@ _EXPECTED_WARNINGS = (
     "full scope is deprecated",  # of CUDA graphs, which nobody asked for
 )
 """What megatron-core says at each import of a fallback, on every rank."""
+
+
+logger = logging.getLogger(__name__)
+
+
+class RunError(RuntimeError):
+    """A run cannot begin or go on, for a reason that its message tells in full; no traceback is shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +65,14 @@ def launch(task: str, argv: Sequence[str] | None = None) -> int:
     for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message, module=r"megatron\.core\.")
     pretrain = importlib.import_module("megatron.training.pretrain").pretrain
-    return pretrain(job, importlib.import_module(task).TASK, ranks)
+    try:
+        pretrain(job, importlib.import_module(task).TASK, ranks)
+    except RunError as error:
+        logger.debug("the run failed", exc_info=True)
+        # Usually every rank says the same, but the reason may lie on one machine.
+        logger.error("%s", error if ranks.is_first else str(error).splitlines()[0])
+        return EXIT_FAILED
+    return 0
 
 
 def configure_logging(level: int | None, ranks: Ranks) -> None:

@@ -3,12 +3,13 @@
 import logging
 from collections.abc import Sequence
 
+from megatron.training.agree import FirstRankError
 from megatron.training.build import build_callbacks, build_run, build_streams
 from megatron.training.callbacks import Callback, Callbacks
-from megatron.training.checkpoint.load import MissingCheckpointError, load_checkpoint
+from megatron.training.checkpoint.load import load_checkpoint
 from megatron.training.evaluate import test
 from megatron.training.initialize import initialized
-from megatron.training.launch import Job
+from megatron.training.launch import Job, RunError
 from megatron.training.loop import report_validation, train
 from megatron.training.ranks import Ranks
 from megatron.training.state import Run, Task
@@ -17,13 +18,18 @@ from megatron.training.versions import check_versions
 
 logger = logging.getLogger(__name__)
 
-EXIT_MISSING_CHECKPOINT = 1
+
+class CannotStartError(RunError, ValueError):
+    """The data or the checkpoint is not what the run needs."""
 
 
-def pretrain(job: Job, task: Task, ranks: Ranks, callbacks: Sequence[Callback] = ()) -> int:
-    """Trains `task` as `job` says; gives back the process's exit code. **Collective**: every rank calls it alike.
+def pretrain(job: Job, task: Task, ranks: Ranks, callbacks: Sequence[Callback] = ()) -> None:
+    """Trains `task` as `job` says. **Collective**: every rank calls it alike.
 
     `callbacks` are called after those that the configuration asks for.
+
+    Raises:
+        RunError: the run cannot begin or go on.
     """
     check_versions()
     stopper = Stopper(job.config.train)
@@ -31,15 +37,13 @@ def pretrain(job: Job, task: Task, ranks: Ranks, callbacks: Sequence[Callback] =
         run = build_run(job, task, world)
         try:
             load_checkpoint(run)
-        except MissingCheckpointError as error:
-            logger.error("%s", error)
-            return EXIT_MISSING_CHECKPOINT
-        build_streams(run)
+            build_streams(run)
+        except (ValueError, FirstRankError) as error:
+            raise CannotStartError(str(error)) from error
         try:
             work(run, Callbacks([*build_callbacks(run), *callbacks]), stopper)
         finally:
             run.streams.close()
-    return 0
 
 
 def work(run: Run, callbacks: Callback, stopper: Stopper) -> None:

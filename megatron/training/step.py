@@ -9,13 +9,14 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron.training.data import DataStream
+from megatron.training.launch import RunError
 from megatron.training.state import Run
 
 LOSS = "lm loss"
 """What a task's report calls the loss."""
 
 
-class NotFiniteError(RuntimeError):
+class NotFiniteError(RunError):
     """A loss or a gradient norm is NaN or infinite."""
 
 

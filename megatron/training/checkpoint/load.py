@@ -2,7 +2,7 @@
 
 import io
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from megatron.training.agree import on_first_rank
 from megatron.training.checkpoint.contents import Parts, contents, flattened, rank_key
 from megatron.training.checkpoint.paths import folder_to_load
 from megatron.training.checkpoint.random_state import restore
+from megatron.training.launch import RunError
 from megatron.training.state import Run
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,12 @@ _UNEXPECTED_MATTERS = ("model.", "optimizer.state.")
 """What a checkpoint may not hold in vain; the rest depends on flags, ranks and precision."""
 
 
-class MissingCheckpointError(RuntimeError):
+_MODEL = "model.module."
+_PER_PARAMETER = ("optimizer.state.", "optimizer.param_to_group_meta.")
+"""Parts with several values for each parameter."""
+
+
+class MissingCheckpointError(RunError):
     """`--load` has no checkpoint, and `--exit-on-missing-checkpoint` says that there must be one."""
 
 
@@ -54,8 +60,22 @@ class Difference:
         lines = []
         for title, names in (("missing", self.missing), ("unexpected", self.unexpected), ("shape", self.shapes)):
             if names:
-                lines += [f"{title} ({len(names)}):", *(f"  {name}" for name in names)]
+                shown = _by_parameter(names)
+                lines += [f"{title} ({len(shown)}):", *(f"  {name}" for name in shown)]
         return "\n".join(lines)
+
+
+def _by_parameter(names: Sequence[str]) -> list[str]:
+    """`names` with one entry for all of a parameter's optimizer state, and none if the parameter is named itself."""
+    shown: dict[str, None] = {}
+    all_names = set(names)
+    for name in names:
+        part = next((part for part in _PER_PARAMETER if name.startswith(part)), None)
+        if part is None:
+            shown[name] = None
+        elif _MODEL + (parameter := name.removeprefix(part).rpartition(".")[0]) not in all_names:
+            shown[f"{part}{parameter}.*"] = None
+    return list(shown)
 
 
 def load_checkpoint(run: Run) -> bool:
@@ -134,6 +154,7 @@ def compare(values: Mapping[str, Any], saved: Metadata) -> Difference:
         f"{name}: {tuple(there[name].size)} in the checkpoint, {tuple(value.shape)} in the run"
         for name, value in wanted.items()
         if isinstance(value, torch.Tensor)
+        and not name.startswith(_PER_PARAMETER)  # as the parameter itself
         and isinstance(there.get(name), TensorStorageMetadata)
         and there[name].size != value.shape
     ]
@@ -178,8 +199,11 @@ def _with_own_state(own: dict[str, Any], read: Mapping[str, Any]) -> dict[str, A
 
 
 def _load_schedule(run: Run, saved: Mapping[str, Any]) -> None:
+    saved = dict(saved)
+    if run.scheduler.wd_incr_style == "constant":
+        saved["wd_incr_steps"] = run.scheduler.wd_incr_steps  # How long it stays the same is no difference.
     try:
-        run.scheduler.load_state_dict(dict(saved))
+        run.scheduler.load_state_dict(saved)
     except AssertionError as error:
         raise ValueError(
             f"the schedule is not the checkpoint's: {error}; pass --override-opt-param-scheduler to take this run's or "

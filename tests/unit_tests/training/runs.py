@@ -27,7 +27,6 @@ class Outcome:
     optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
     state: dict[str, int] = field(default_factory=dict)
     output: str = ""
-    exit_code: int | None = None
 
 
 def train(flags: str, *, task=None, callbacks=()) -> Outcome:
@@ -43,7 +42,7 @@ def train(flags: str, *, task=None, callbacks=()) -> Outcome:
     job = prepare(load_config(shlex.split(TINY + flags)), ranks.world_size)
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        outcome.exit_code = pretrain(job, task or gpt.TASK, ranks, [recorder(outcome), *callbacks])
+        pretrain(job, task or gpt.TASK, ranks, [recorder(outcome), *callbacks])
     outcome.output = output.getvalue()
     return outcome
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.training.launch import RunError
 from tests.unit_tests.training.runs import Outcome, train
 
 RUN = "--train-iters 3 "
@@ -95,11 +96,12 @@ def test_parts_that_were_not_saved(mcore_ranks1, saved, tmp_path):
 
 def test_a_missing_checkpoint(mcore_ranks1, saved, tmp_path):
     _, folder = saved
-    anew, ended = mcore_ranks1.run(run_all, f"--load {tmp_path}", f"--load {tmp_path} --exit-on-missing-checkpoint")[0]
-    assert anew.exit_code == 0 and len(anew.losses) == 3
-    assert ended.exit_code == 1 and ended.losses == []
+    (anew,) = mcore_ranks1.run(run_all, f"--load {tmp_path}")[0]
+    assert len(anew.losses) == 3
+    must = f"--load {tmp_path} --exit-on-missing-checkpoint"
+    mcore_ranks1.run_expecting(RunError, "--load .* has no checkpoint", run_all, must)
     message = r"iter_0000007 is no complete fsdp_dtensor checkpoint; .* has iter_0000001, iter_0000002"
-    mcore_ranks1.run_expecting(RuntimeError, message, run_all, f"--load {folder} --ckpt-step 7")
+    mcore_ranks1.run_expecting(RunError, message, run_all, f"--load {folder} --ckpt-step 7")
 
 
 def test_a_checkpoint_of_another_model(mcore_ranks1, saved):
@@ -116,6 +118,21 @@ def test_a_checkpoint_of_another_model(mcore_ranks1, saved):
         run_all, load + "--num-layers 3 --no-strict-fsdp-dtensor-load", load + "--lr 0.5 --override-opt-param-scheduler"
     )[0]
     assert partial.state["iteration"] == override.state["iteration"] == 3
+
+
+def test_a_difference_names_each_parameter_once():
+    from megatron.training.checkpoint.load import Difference
+
+    missing = ("model.module.a", "optimizer.state.a.exp_avg", "optimizer.state.b.exp_avg", "optimizer.state.b.step")
+    difference = Difference(missing=missing, unexpected=(), shapes=())
+    assert str(difference) == "missing (2):\n  model.module.a\n  optimizer.state.b.*"
+    assert not Difference(missing=(), unexpected=(), shapes=())
+
+
+def test_a_longer_run_needs_no_flag_where_the_schedule_is_the_same(mcore_ranks1, saved):
+    _, folder = saved
+    (longer,) = mcore_ranks1.run(run_all, f"--load {folder} --train-iters 5 --lr-decay-iters 3")[0]
+    assert len(longer.losses) == 3
 
 
 def test_the_loss_scale_is_resumed(mcore_ranks1, tmp_path):

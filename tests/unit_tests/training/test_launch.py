@@ -1,6 +1,7 @@
 """What a command line is answered before anything is started, and that both packages are of one version."""
 
 import logging
+import shlex
 import subprocess
 import sys
 import time
@@ -10,10 +11,11 @@ import pytest
 import megatron.training
 import megatron_fsdp
 from megatron.training.config import load_config
-from megatron.training.launch import configure_logging, launch
+from megatron.training.launch import RunError, configure_logging, launch
 from megatron.training.ranks import Ranks
 from megatron.training.versions import check_versions
 from tests.unit_tests.harness.rank_pool import REPO_ROOT, import_paths
+from tests.unit_tests.training.runs import TINY
 
 WRONG = [
     "--train-iters",
@@ -67,6 +69,23 @@ def test_unknown_flags_and_unreadable_tokenizers_are_mistakes_too(as_rank, capsy
     )
     assert launch("megatron.training.gpt", flags.split()) == 2
     assert "--tokenizer-model" in capsys.readouterr().err
+
+
+class FailingRun:
+    """In place of `megatron.training.pretrain`: the run cannot go on."""
+
+    @staticmethod
+    def pretrain(job, task, ranks):
+        raise RunError("it does not fit:\n  every name")
+
+
+@pytest.mark.parametrize(("rank", "told"), [(0, "it does not fit:\n  every name"), (1, "it does not fit:")])
+def test_a_run_that_fails_says_why_without_a_traceback(rank, told, as_rank, caplog, monkeypatch):
+    as_rank(rank, 2)
+    monkeypatch.setitem(sys.modules, "megatron.training.pretrain", FailingRun)
+    monkeypatch.setattr("megatron.training.launch.configure_logging", lambda *_: None)
+    assert launch("megatron.training.gpt", shlex.split(TINY + "--train-iters 3")) == 1
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [told]
 
 
 def test_help_needs_neither_torch_nor_megatron_core():
