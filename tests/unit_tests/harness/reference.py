@@ -85,7 +85,7 @@ def train_reference(
         losses, grads = _reduced_grads(model, microbatches, recipe)
         for name, param in main.named_parameters():
             if param.requires_grad:
-                param.grad = grads[name].to(param.dtype)
+                param.grad = grads[name].to(param.dtype, copy=True)  # clipping is in place
         norm = grad_norm(grads)
         if recipe.max_norm is not None:
             torch.nn.utils.clip_grad_norm_(main.parameters(), recipe.max_norm)

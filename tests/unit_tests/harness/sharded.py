@@ -154,8 +154,8 @@ def finish_step(model: Any, optimizer: torch.optim.Optimizer, recipe: Recipe, lo
     assert_resting(model)
     grads = pieces(model, "grad")
     if recipe.max_norm is not None:
-        norm = model.clip_grad_norm_(recipe.max_norm)
-        torch.testing.assert_close(float(norm), grad_norm(full_grads(model)), rtol=1e-4, atol=1e-6)
+        true_norm = grad_norm(full_grads(model))
+        torch.testing.assert_close(float(model.clip_grad_norm_(recipe.max_norm)), true_norm, rtol=1e-4, atol=1e-6)
     optimizer.step(sync_grad_before_optimizer_step=False)
     assert_resting(model)
     return RankStep(losses, grads, pieces(model, "data"))

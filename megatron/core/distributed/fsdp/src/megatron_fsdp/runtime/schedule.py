@@ -342,6 +342,8 @@ class Schedule:
         static = self._order.forward
         ran = [self._order.forward_index[unit] for unit in self._observed]
         self._observed = None
+        if len(static) < 2:
+            return
         agreed = self._longest(ran)
         for index in range(len(static)):
             if index not in agreed:  # skipped by all: its place is behind the unit before it
