@@ -12,7 +12,7 @@ from megatron.training.launch import launch
 
 
 def main() -> int:
-    """Trains as the command line says; gives back the exit code: 0, or 2 for a configuration that cannot be run."""
+    """Trains as the command line says; gives back the exit code; 2 is a configuration that cannot be run."""
     return launch("megatron.training.gpt")
 
 

@@ -49,7 +49,7 @@ class TrainConfig:
     """Steps between collections with --manual-gc; 0: never."""
 
     manual_gc_eval: bool = True
-    """With --manual-gc: collect around evaluations too."""
+    """With --manual-gc: collect after evaluations too."""
 
 
 @dataclass(frozen=True, kw_only=True)
