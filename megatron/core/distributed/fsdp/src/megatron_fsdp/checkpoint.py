@@ -47,19 +47,20 @@ class StateDictHooks:
         for unit in self._showed_raw:
             unit.show_sharded()
 
-    def after_state_dict(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict) -> None:
-        """Tells torch DCP where every shard lies, and takes out what it cannot store."""
+    def after_state_dict(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict
+    ) -> None:
+        """Makes every shard's `full_tensor` right, tells torch DCP where it lies, and takes out what DCP cannot store."""
         for unit in self._showed_raw:
             unit.show_raw()
         self._showed_raw = []
-        if not self.preprocess:
-            return
-        for key in [key for key in state_dict if key.endswith("_extra_state")]:
-            del state_dict[key]
+        if self.preprocess:
+            for key in [key for key in state_dict if key.endswith("_extra_state")]:
+                del state_dict[key]
         for fqn, spec in self._specs.items():
             value = state_dict.get(prefix + fqn)
             if isinstance(value, DTensor):
-                spec.mark(value)
+                spec.mark(value, for_checkpoint=self.preprocess)
 
     def before_load(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict, *_: object
@@ -67,15 +68,18 @@ class StateDictHooks:
         """Cuts full tensors to this rank's rows, so that an ordinary checkpoint loads too.
 
         Raises:
-            ValueError: `assign=True`, which would take the parameters away from their buffers.
+            ValueError: `assign=True`, which would take the parameters away from their buffers; or a tensor that is
+                spread over ranks otherwise than the parameter.
         """
         if local_metadata.get("assign_to_params_buffers", False):
-            raise ValueError("load_state_dict(assign=True) would detach sharded parameters from their buffers; use assign=False.")
+            raise ValueError(
+                "load_state_dict(assign=True) would detach sharded parameters from their buffers; use assign=False."
+            )
         self._schedule().rest()
         for fqn, spec in self._specs.items():
             value = state_dict.get(prefix + fqn)
-            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == spec.shape:
-                state_dict[prefix + fqn] = spec.wrap(spec.cut(value).detach().to(spec.mesh.device_type))
+            if isinstance(value, torch.Tensor) and value.shape == spec.shape:
+                state_dict[prefix + fqn] = spec.take(value, fqn)
 
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         """Installs the loaded main weights. **Collective** if a weight codec is."""

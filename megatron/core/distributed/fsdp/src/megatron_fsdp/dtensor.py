@@ -54,19 +54,43 @@ class ShardSpec:
     def wrap(self, local: torch.Tensor) -> DTensor:
         """`local` (this rank's rows) as a DTensor whose `full_tensor` is right on uneven shards. Shares storage."""
         stride = torch.empty(self.shape, device="meta").stride()
-        dtensor = DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride)
-        return self.mark(dtensor)
+        layout = {"shape": self.shape, "stride": stride}
+        return self.mark(DTensor.from_local(local, self.mesh, self.placements, run_check=False, **layout))
 
-    def mark(self, dtensor: DTensor) -> DTensor:
+    def mark(self, dtensor: DTensor, *, for_checkpoint: bool = True) -> DTensor:
         """Gives a DTensor of this shape and placement the right `full_tensor` and torch DCP's chunk; returns it."""
         dtensor.full_tensor = _FullTensor(self, weakref.ref(dtensor))
-        offsets = (self.first_row, *(0 for _ in self.shape[1:])) if self.shape else ()
-        attach_chunk_metadata(dtensor, offsets, self.local_shape)
+        dtensor.redistribute = _Redistribute(self, weakref.ref(dtensor))
+        if for_checkpoint:
+            offsets = (self.first_row, *(0 for _ in self.shape[1:])) if self.shape else ()
+            attach_chunk_metadata(dtensor, offsets, self.local_shape)
         return dtensor
 
     def fits(self, tensor: object) -> bool:
         """True if `tensor` is a DTensor that lies like this parameter."""
-        return isinstance(tensor, DTensor) and tensor.shape == self.shape and tensor.to_local().shape == self.local_shape
+        if not isinstance(tensor, DTensor) or tensor.shape != self.shape:
+            return False
+        return tensor.placements == self.placements and tensor.to_local().shape == self.local_shape
+
+    def take(self, value: torch.Tensor, name: str, dtype: torch.dtype | None = None) -> DTensor:
+        """This parameter's shard out of `value`: a shard like it, or a full or replicated tensor, which is copied.
+
+        The copy is of `dtype`, if one is given.
+
+        Raises:
+            ValueError: `value` is spread over ranks in another way; `name` is what to call it.
+        """
+        if self.fits(value):
+            return value
+        if isinstance(value, DTensor):
+            if not all(placement.is_replicate() for placement in value.placements):
+                raise ValueError(
+                    f"{name} of shape {tuple(value.shape)} has {tuple(value.to_local().shape)} here as "
+                    f"{value.placements}, but this model keeps {tuple(self.local_shape)} as {self.placements}; give full "
+                    "tensors, or load through torch.distributed.checkpoint."
+                )
+            value = value.to_local()
+        return self.wrap(self.cut(value).detach().to(self.mesh.device_type, dtype or value.dtype, copy=True))
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a full tensor."""
@@ -74,7 +98,6 @@ class ShardSpec:
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """The full tensor from every rank's rows. **Collective** over the axes that shard."""
-        lo, hi = 0, self._layout.size
         for axis, place in zip(self._axes, self._placement, strict=True):  # towards REPLICATE, outer first
             if place is Placement.SHARD and axis.size > 1:
                 local = gather_rows(local, self._rows_along(axis), axis.group)
@@ -104,32 +127,59 @@ def _moved(axis, rank: int):
     return type(axis)(axis.group, axis.gather_group, rank, axis.size)
 
 
-class _FullTensor:
-    """`full_tensor` of one DTensor: torch's own assumes the shards of `torch.chunk` and is silently wrong on others."""
+class _Override:
+    """A method of one DTensor in place of torch's, which assumes the shards of `torch.chunk` and is silently wrong."""
 
     def __init__(self, spec: ShardSpec, dtensor: weakref.ref[DTensor]):
         self._spec = spec
         self._dtensor = dtensor
-
-    def __call__(self, *, grad_placements: object = None) -> torch.Tensor:
-        """The full tensor on every rank. **Collective** over the data-parallel mesh; not differentiable."""
-        if grad_placements is not None:
-            raise NotImplementedError("full_tensor of a sharded parameter is not differentiable; leave grad_placements out.")
-        with torch.no_grad():
-            local = self._dtensor().to_local().detach()
-            return self._spec.gather(local) if self._spec.is_sharded else local.clone()
 
     def __reduce__(self) -> tuple:
         # A pickled shard (asynchronous checkpoints send them to another process) has left its process groups behind.
         return _Detached, ()
 
 
-class _Detached:
-    """`full_tensor` of a shard that was pickled or copied away from its model."""
+class _FullTensor(_Override):
+    """`full_tensor`."""
 
-    def __call__(self, **_: object) -> torch.Tensor:
+    def __call__(self, *, grad_placements: object = None) -> torch.Tensor:
+        """The full tensor on every rank. **Collective** over the data-parallel mesh; not differentiable."""
+        if grad_placements is not None:
+            raise NotImplementedError("full_tensor of a shard is not differentiable; leave grad_placements out.")
+        with torch.no_grad():
+            local = self._dtensor().to_local().detach()
+            return self._spec.gather(local) if self._spec.is_sharded else local.clone()
+
+
+class _Redistribute(_Override):
+    """`redistribute`, which torch's checkpoint helpers call to gather."""
+
+    def __call__(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[TensorPlacement] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> DTensor:
+        """A replicated copy, finished when this returns. **Collective** over the data-parallel mesh.
+
+        Raises:
+            NotImplementedError: other placements, or another mesh.
+        """
+        dtensor, spec = self._dtensor(), self._spec
+        if device_mesh not in (None, spec.mesh) or not all(isinstance(place, Replicate) for place in placements or ()):
+            raise NotImplementedError(f"a shard of a sharded model can be redistributed to Replicate, not {placements}")
+        if placements is None:
+            return dtensor
+        return DTensor.from_local(dtensor.full_tensor(), spec.mesh, [Replicate()] * spec.mesh.ndim, run_check=False)
+
+
+class _Detached:
+    """A method of a shard that was pickled or copied away from its model."""
+
+    def __call__(self, *_: object, **__: object) -> torch.Tensor:
         """Raises RuntimeError."""
-        raise RuntimeError("this shard was copied away from its model and cannot be gathered; call full_tensor() on the model's.")
+        raise RuntimeError("this shard was copied away from its model and cannot be gathered; gather the model's own.")
 
 
 def make_sharded_param(param: ManagedParam, group: ParamGroup, slot: int, index: FSDPDistributedIndex) -> nn.Parameter:

@@ -21,7 +21,8 @@ from megatron_fsdp.config import (
 from megatron_fsdp.machine.device import default_device_type
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.megatron_fsdp import MegatronFSDP, check_arguments
-from megatron_fsdp.optimizer import fully_shard_optimizer, shard_state
+from megatron_fsdp.optimizer import fully_shard_optimizer
+from megatron_fsdp.optimizer_state import shard_state
 from megatron_fsdp.plan.strategy import NO_SHARD, OUTER_STRATEGIES
 
 __all__ = ["ShardingStrategy", "fully_shard", "fully_shard_model", "fully_shard_optimizer"]
@@ -246,7 +247,7 @@ def fully_shard(
             f"of the optimizer's {len(held)} parameters {len(foreign)} are not of this {type(module).__name__}{first}; "
             "build it from module.parameters()."
         )
-    before = {name: param for name, param in module.named_parameters()}
+    before = dict(module.named_parameters())
     model = fully_shard_model(module, *args, **kwargs)
     after = {fqn: param.sharded for param in model.param_and_grad_buffer.managed_params for fqn in param.fqns}
     sharded = {id(param): after[name] for name, param in before.items()}
@@ -254,7 +255,9 @@ def fully_shard(
         group["params"] = [sharded[id(param)] for param in group["params"]]
     for param in list(optimizer.state):
         replacement = sharded[id(param)]
-        optimizer.state[replacement] = shard_state(replacement.megatron_fsdp_spec, optimizer.state.pop(param))
+        # The optimizer now works in the main weight's dtype, so what was in the model's follows.
+        state = shard_state(replacement.megatron_fsdp_spec, optimizer.state.pop(param), replacement.dtype)
+        optimizer.state[replacement] = state
     preprocess = model.state_dict_hooks.preprocess
     return model, fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=preprocess)
 

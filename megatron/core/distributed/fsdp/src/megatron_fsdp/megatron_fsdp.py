@@ -189,6 +189,7 @@ class MegatronFSDP(nn.Module):
                     param.sharded = make_sharded_param(param, group, slot, self.dist_index)
                     param.sharded._megatron_fsdp_owner = owner
                     raw.__fsdp_param__ = True
+                    raw.grad = None  # what the unsharded model left, out of reach now, would be added to
             unit.show_sharded()
         self.param_and_grad_buffer = ParamAndGradBuffer(
             self._schedule, use_decoupled_grad=self.config_resolved.use_decoupled_grad

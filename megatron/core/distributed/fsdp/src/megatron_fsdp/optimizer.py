@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.dtensor import ShardSpec
+from megatron_fsdp.optimizer_state import adopt_state, create_state, mark_state
 
 _MARK = "_megatron_fsdp_optimizer"
-#: Scalar state after zero steps, by name, for optimizers whose state can be made in advance.
-_SCALAR_STATE = {"step": 0.0, "mu_product": 1.0}
+#: Optimizers that cannot work on shards: class -> why.
+_UNFIT_FOR_SHARDS = {
+    "Adafactor": "its second moments are sums over rows and columns",
+    "LBFGS": "its step is a product over all parameters",
+    "Muon": "it orthogonalizes whole matrices",
+    "Rprop": "it picks elements by index, which DTensor cannot",
+    "SparseAdam": "it takes sparse gradients only",
+}
+#: Optimizers whose fused implementation DTensor has no rule for (torch 2.13).
+_WITHOUT_FUSED_RULE = ("SGD", "Adagrad")
 
 
 def fully_shard_optimizer(
@@ -23,9 +30,9 @@ def fully_shard_optimizer(
 ) -> torch.optim.Optimizer:
     """Ties `optimizer`, which holds the parameters of one sharded model, to that model; returns it, changed in place.
 
-    `step` gains `sync_grad_before_optimizer_step=True` (waits for gradient reductions and attaches gradients, unless the
-    model does so by itself) and `install_optimized_model_weights=True`; `zero_grad` gains `zero_grad_buffer=True`.
-    All ranks must call both. Calling this again changes nothing.
+    `step` gains `sync_grad_before_optimizer_step=True` (waits for gradient reductions and attaches gradients, unless
+    the model does so by itself) and `install_optimized_model_weights=True`; `zero_grad` gains `zero_grad_buffer=True`.
+    All ranks must call both. `load_state_dict` takes full tensors too. Calling this again changes nothing.
 
     Args:
         optimizer: any torch optimizer that updates element by element.
@@ -33,44 +40,90 @@ def fully_shard_optimizer(
             even before the first step, so that there is something to load into.
 
     Raises:
-        ValueError: the optimizer holds no parameters, or some that are not of one sharded model.
+        TypeError: `optimizer` is no torch optimizer.
+        ValueError: it holds no parameters, some that are not of one sharded model, or shards that it cannot update.
     """
     model = _model_of(optimizer)
     if getattr(optimizer, _MARK, False):
         return optimizer
+    check_kind(optimizer)
     setattr(optimizer, _MARK, True)
     _wrap_step(optimizer, model)
     _wrap_zero_grad(optimizer, model)
+    adopt_state(optimizer)
+    optimizer.register_load_state_dict_post_hook(adopt_state)
     if preproc_state_dict_for_dcp_ckpt:
         bare_step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
         optimizer.register_state_dict_pre_hook(lambda opt: create_state(opt, bare_step))
-        optimizer.register_state_dict_post_hook(_mark_state)
+        optimizer.register_state_dict_post_hook(lambda opt, state_dict: mark_state(opt))
     return optimizer
 
 
+def check_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses optimizers that would be wrong on shards, or fail in their first step.
+
+    Raises:
+        ValueError: `optimizer` cannot update shards and a parameter is spread over ranks, or its fused implementation
+            knows no DTensors.
+    """
+    for name, reason in _UNFIT_FOR_SHARDS.items():
+        if _is_kind(optimizer, name) and any(map(_is_spread, _params_of(optimizer))):
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot update parameters that are spread over ranks: {reason}. "
+                "Use an optimizer that updates element by element, or strategy 0."
+            )
+    for name in _WITHOUT_FUSED_RULE:
+        if _is_kind(optimizer, name) and any(group.get("fused") for group in optimizer.param_groups):
+            raise ValueError(f"{name}(fused=True) does not take the DTensors of a sharded model; use foreach=True.")
+
+
+def _is_kind(optimizer: torch.optim.Optimizer, name: str) -> bool:
+    kind = getattr(torch.optim, name, None)  # some came with later versions of torch
+    return kind is not None and isinstance(optimizer, kind)
+
+
+def _is_spread(param: torch.Tensor) -> bool:
+    spec = getattr(param, "megatron_fsdp_spec", None)
+    return spec is not None and spec.is_sharded
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def _model_of(optimizer: torch.optim.Optimizer) -> Any:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer to shard, got {type(optimizer).__name__}.")
+    params = _params_of(optimizer)
     if not params:
         raise ValueError("the optimizer has no parameters; build it from the sharded model's parameters().")
-    models = {id(model): model for model in (_owner(param) for param in params)}
-    if None in models.values():
-        foreign = next(i for i, param in enumerate(params) if _owner(param) is None)
+    foreign = next((i for i, param in enumerate(params) if not hasattr(param, "_megatron_fsdp_owner")), None)
+    if foreign is not None:
         raise ValueError(
-            f"parameter {foreign} of the optimizer, shape {tuple(params[foreign].shape)}, is not of a sharded model; build the "
-            "optimizer from the parameters() of what fully_shard_model returned, or pass both to fully_shard."
+            f"parameter {foreign} of the optimizer, shape {tuple(params[foreign].shape)}, is not of a sharded model; "
+            "build the optimizer from the parameters() of what fully_shard_model returned, or pass both to fully_shard."
         )
+    models = {id(model): model for model in (param._megatron_fsdp_owner() for param in params)}
+    if None in models.values():
+        raise ValueError("the sharded model of the optimizer's parameters has been deleted; keep a reference to it.")
     if len(models) > 1:
-        raise ValueError(f"the optimizer holds parameters of {len(models)} sharded models; use one optimizer per model.")
+        raise ValueError(
+            f"the optimizer holds parameters of {len(models)} sharded models; use one optimizer for each model."
+        )
     return next(iter(models.values()))
 
 
-def _owner(param: torch.Tensor) -> Any:
-    reference = getattr(param, "_megatron_fsdp_owner", None)
-    return reference() if reference is not None else None
+def owner_reference(model: Any) -> weakref.ref:
+    """What a sharded parameter remembers of its model; weak, so that parameters do not keep the model alive."""
+    return weakref.ref(model)
+
+
+# -- step and zero_grad -----------------------------------------------------------------------------------------------
 
 
 def _wrap_step(optimizer: torch.optim.Optimizer, model: Any) -> None:
     base = optimizer.step
+    with_state = 0
 
     def step(
         self: torch.optim.Optimizer,
@@ -79,14 +132,33 @@ def _wrap_step(optimizer: torch.optim.Optimizer, model: Any) -> None:
         install_optimized_model_weights: bool = True,
         **kwargs: Any,
     ) -> Any:
+        nonlocal with_state
         if sync_grad_before_optimizer_step and not model.model_auto_sync:
             model.finish_grad_sync()
+            args = tuple(_synchronized(arg, model) for arg in args)
+            kwargs = {name: _synchronized(arg, model) for name, arg in kwargs.items()}
         result = base(*args, **kwargs)
+        if len(self.state) != with_state:  # torch's own full_tensor of what the optimizer has just made would be wrong
+            mark_state(self)
+            with_state = len(self.state)
         if install_optimized_model_weights:
             model.install_optimized_model_weights()
         return result
 
     _bind(optimizer, "step", step, base)
+
+
+def _synchronized(argument: Any, model: Any) -> Any:
+    """A closure that ends with its backward's gradients attached; anything else as it is."""
+    if not callable(argument):
+        return argument
+
+    def closure() -> Any:
+        loss = argument()
+        model.finish_grad_sync()
+        return loss
+
+    return closure
 
 
 def _wrap_zero_grad(optimizer: torch.optim.Optimizer, model: Any) -> None:
@@ -101,98 +173,16 @@ def _wrap_zero_grad(optimizer: torch.optim.Optimizer, model: Any) -> None:
     _bind(optimizer, "zero_grad", zero_grad, base)
 
 
-def _bind(optimizer: torch.optim.Optimizer, name: str, function: Any, base: Any) -> None:
-    """Sets a bound method with `base`'s parameters plus `function`'s own keyword-only ones as its signature."""
-    signature = inspect.signature(base)
-    added = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+def _bind(optimizer: torch.optim.Optimizer, name: str, function: Callable, base: Callable) -> None:
+    """Makes `function` the optimizer's method `name`, with the class's parameters and its own keyword-only ones."""
+    own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    # From the class: a learning-rate scheduler may have put a plain function in the method's place.
+    signature = inspect.signature(getattr(type(optimizer), name))
     kept = list(signature.parameters.values())
-    tail = [kept.pop()] if kept and kept[-1].kind is inspect.Parameter.VAR_KEYWORD else []
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    function.__signature__ = signature.replace(parameters=[own, *kept, *added, *tail])
+    tail = [kept.pop()] if kept[-1].kind is inspect.Parameter.VAR_KEYWORD else []
+    function.__signature__ = signature.replace(parameters=[*kept, *own, *tail])
     function.__doc__ = base.__doc__
-    # A real bound method: learning-rate schedulers read `step.__func__`.
+    # Schedulers mark the method they have seen, and warn about another one.
+    function.__dict__.update({key: value for key, value in vars(base).items() if key.startswith("_wrapped_by")})
+    # A real bound method: schedulers read `step.__func__`.
     setattr(optimizer, name, types.MethodType(function, optimizer))
-
-
-# -- state ------------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def create_state(optimizer: torch.optim.Optimizer, bare_step: Any) -> None:
-    """Gives an optimizer that has not stepped yet the state of zero steps; parameters and options stay as they are.
-
-    Made by one step with zero gradients, zero learning rate and zero weight decay, undone afterwards.
-
-    Raises:
-        ValueError: the optimizer's first step leaves state that a step of zeros does not; step once before saving.
-    """
-    if any(optimizer.state.values()):
-        return
-    grads = [(param, param.grad) for group in optimizer.param_groups for param in group["params"]]
-    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    saved = copy.deepcopy(options)
-    for group in optimizer.param_groups:
-        group.update({key: _like(group[key], 0.0) for key in ("lr", "weight_decay") if key in group})
-    try:
-        for param, _ in grads:
-            if param.requires_grad:
-                param.grad = torch.zeros_like(param)
-        bare_step(optimizer)
-        _to_zero_steps(optimizer)
-    finally:
-        for param, grad in grads:
-            param.grad = grad
-        for group, values in zip(optimizer.param_groups, saved, strict=True):
-            group.update(values)
-
-
-def _like(value: Any, number: float) -> Any:
-    return torch.full_like(value, number) if isinstance(value, torch.Tensor) else type(value)(number)
-
-
-def _to_zero_steps(optimizer: torch.optim.Optimizer) -> None:
-    for param, state in optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, DTensor):
-                # The check of values is a local one; every rank must come to the same end, so only the name decides.
-                continue
-            if key not in _SCALAR_STATE and value is not None:
-                optimizer.state.clear()
-                raise ValueError(
-                    f"{type(optimizer).__name__} keeps {key!r}, whose value before the first step is unknown; "
-                    "call step() once before state_dict()."
-                )
-            if isinstance(value, torch.Tensor):
-                value.fill_(_SCALAR_STATE[key])
-            elif value is not None:
-                state[key] = type(value)(_SCALAR_STATE[key])
-
-
-def _mark_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Tells torch DCP where every shard of the state lies; the indices of a state dict follow the groups' order."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-    for index, param in zip(indices, params, strict=True):
-        mark_param_state(param.megatron_fsdp_spec, state_dict["state"].get(index, {}))
-
-
-def mark_param_state(spec: ShardSpec, state: dict[str, Any]) -> None:
-    """Marks every tensor of one parameter's optimizer state that lies like the parameter."""
-    for value in state.values():
-        if spec.fits(value):
-            spec.mark(value)
-
-
-def shard_state(spec: ShardSpec, state: dict[str, Any]) -> dict[str, Any]:
-    """A full parameter's optimizer state with its parameter-shaped tensors cut to this rank's rows."""
-    return {
-        key: spec.wrap(spec.cut(value).detach().to(spec.mesh.device_type).clone())
-        if isinstance(value, torch.Tensor) and value.shape == spec.shape and value.dim() > 0
-        else value
-        for key, value in state.items()
-    }
-
-
-def owner_reference(model: Any) -> weakref.ref:
-    """What a sharded parameter remembers of its model; weak, so that parameters do not keep the model alive."""
-    return weakref.ref(model)

@@ -147,7 +147,7 @@ class FSDPDistributedIndex:
     def get_fsdp_group(
         self, is_expert_parallel: bool = False, independent_all_gather: bool = False
     ) -> dist.ProcessGroup | None:
-        """The ranks of the shard dimension; with `independent_all_gather` the communicator given for gathers, if any."""
+        """The ranks of the shard dimension; `independent_all_gather` for the communicator given for gathers, if any."""
         if is_expert_parallel:
             return (independent_all_gather and self.expt_fsdp_group_ag) or self.expt_fsdp_group
         return (independent_all_gather and self.fsdp_group_ag) or self.fsdp_group
