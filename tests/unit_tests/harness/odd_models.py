@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.unit_tests.harness.models import Batches, MLPBlock, Recompute, integer_batches
+from tests.unit_tests.harness.models import Batches, MLPBlock, Recompute, TinyMLP, integer_batches
 
 WIDTH = 6
 
@@ -41,6 +41,14 @@ def marked_batches(steps: int, microbatches: int, ranks: int) -> Batches:
             for inputs, _ in by_rank:
                 inputs[0, 0] = (step + number) % 3 - 1
     return batches
+
+
+class Casting(TinyMLP):
+    """Takes inputs of any dtype."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, 6), kept."""
+        return super().forward(x.to(self.head.weight.dtype))
 
 
 class Stack(nn.Module):

@@ -87,6 +87,14 @@ def _frozen(build: Callable[[], nn.Module], prefixes: tuple[str, ...]) -> nn.Mod
 
 TASKS: dict[str, Task] = {
     "integers": _mlp_task(),
+    "floats": Task(
+        build=odd_models.Casting,
+        batches=models.float_batches,
+        loss_fn=models.square_loss,
+        optimizer=_sgd,
+        unit=models.MLPBlock,
+        is_exact=False,
+    ),
     "frozen_first": _mlp_task("blocks.0"),
     "frozen_middle": _mlp_task("blocks.1"),
     "frozen_weights": _mlp_task("blocks.0.linear.weight", "blocks.2.linear.bias"),

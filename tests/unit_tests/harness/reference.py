@@ -79,6 +79,7 @@ def train_reference(
     if recipe.dtypes.compute is not None:
         model.to(recipe.dtypes.compute)
     main = _main_weights(model, recipe.dtypes)
+    _install(main, model)
     optimizer = recipe.build_optimizer(main)
     records = []
     for microbatches in batches:
@@ -154,6 +155,7 @@ def _reduced_grads(
     """Losses by micro-batch and rank, and the main gradients."""
     trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
     rank_count = len(microbatches[0])
+    reduces_each = recipe.reduces_each_microbatch and rank_count > 1
     main_dtypes = {name: recipe.dtypes.main_grads or param.dtype for name, param in trainable.items()}
 
     def zeros() -> dict[str, torch.Tensor]:
@@ -172,22 +174,24 @@ def _reduced_grads(
             losses[-1].append(loss.item())
             fresh.append({name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in trainable.items()})
             for name, grad in fresh[-1].items():
-                local[rank][name] += grad.to(main_dtypes[name])
-        if recipe.reduces_each_microbatch:
+                local[rank][name] += grad
+        if reduces_each:
             for name in total:
-                total[name] += _reduce([grads[name] for grads in fresh], main_dtypes[name], recipe)
-    if not recipe.reduces_each_microbatch:
-        total = {name: _reduce([grads[name] for grads in local], main_dtypes[name], recipe) for name in total}
+                total[name] += _reduce([grads[name] for grads in fresh], main_dtypes[name], recipe)  # rounds once
+    if not reduces_each:
+        for name, dtype in main_dtypes.items():
+            total[name] = _reduce([grads[name] for grads in local], dtype, recipe).to(dtype)
     model.zero_grad(set_to_none=True)
     return losses, total
 
 
 def _reduce(grads: Sequence[torch.Tensor], main_dtype: torch.dtype, recipe: Recipe) -> torch.Tensor:
     """Scaled before the sum, in the communication dtype, as a rank would: it cannot see the sum before it is sent."""
-    dtype = recipe.dtypes.grad_comm or main_dtype
+    # One rank sends nothing, so nothing is rounded.
+    dtype = (recipe.dtypes.grad_comm if len(grads) > 1 else None) or main_dtype
     scale = 1.0 / len(grads) if recipe.is_mean_over_ranks else 1.0
     scaled = [grad.to(dtype) * scale for grad in grads]
     total = scaled[0].clone()
     for grad in scaled[1:]:
         total += grad
-    return total.to(main_dtype)
+    return total

@@ -54,9 +54,10 @@ class MainGrad:
         return self._stage().view(slot)
 
     def _stage(self) -> FlatBuffer:
-        """This backward's unreduced gradients, whole, in the dtype in which they travel."""
+        """This backward's unreduced gradients, whole, in the dtype in which they travel or else accumulate."""
         if self._staged is None:
-            data = self._pool.scratch(self._facts.layout.size, self._facts.comm_dtype, self._facts.device)
+            dtype = self._facts.comm_dtype if self._plan.reduces_each_microbatch else self._facts.grad_dtype
+            data = self._pool.scratch(self._facts.layout.size, dtype, self._facts.device)
             self._staged = FlatBuffer(self._facts.layout, self._facts.axes, PARTIAL, data)
         return self._staged
 
@@ -95,7 +96,7 @@ class MainGrad:
                 param.grad_added_to_main_grad = False
         if accumulate:
             if views:
-                foreach_add_(views, [grad.to(target.dtype) for grad in grads])
+                foreach_add_(views, grads)  # of another dtype, they are added without being rounded or copied first
             return
         if views:
             foreach_copy_(views, grads)

@@ -1,0 +1,171 @@
+"""Dtypes of main weights, main gradients and reductions, in every combination and under every strategy."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.unit_tests.harness.models import MLPBlock, TinyMLP
+from tests.unit_tests.harness.parity import Case, check
+from tests.unit_tests.harness.rank_pool import RankPool
+from tests.unit_tests.harness.reference import DtypePolicy
+from tests.unit_tests.harness.sharded import Sharding, full_grads, full_weights, shard
+
+STRATEGIES = (0, 1, 2, 3)
+FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
+
+
+def sharding(strategy: int, number: int = 0) -> Sharding:
+    return Sharding(strategy=strategy, units=(None, (MLPBlock,))[number % 2], is_poisoned=number % 3 != 0)
+
+
+# On one and two ranks the engine and the reference round at the same places, so floating-point results agree to the bit
+# wherever a sum has two terms; integers agree wherever they fit the dtype, on any power of two of ranks.
+
+
+@pytest.mark.parametrize("compute", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_combination_of_dtypes_rounds_where_the_reference_does(
+    rank_pools: dict[int, RankPool], ranks: int, compute: torch.dtype
+) -> None:
+    policies = itertools.product((None, FP32, BF16), (None, FP32, BF16), (None, FP32, BF16))
+    cases = [
+        Case(
+            task="floats",
+            microbatches=2,
+            steps=2,
+            dtypes=DtypePolicy(compute=compute, main_params=params, main_grads=grads, grad_comm=comm),
+            sharding=sharding(strategy, number),
+        )
+        for number, (params, grads, comm) in enumerate(policies)
+        for strategy in STRATEGIES
+        if ranks == 2 or (number + strategy) % 4 == 0
+    ]
+    check(rank_pools[ranks], cases, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)])
+def test_dtypes_on_two_axes(ranks4: RankPool, inner: int, outer: int) -> None:
+    policies = [(FP32, FP32, BF16), (BF16, None, FP32), (None, FP64, FP64)]
+    check(
+        ranks4,
+        [
+            Case(
+                task="integers",
+                microbatches=2,
+                steps=1,
+                dtypes=DtypePolicy(compute=FP32, main_params=params, main_grads=grads, grad_comm=comm),
+                sharding=dataclasses.replace(sharding(inner, inner), outer=outer),
+            )
+            for params, grads, comm in policies
+        ],
+    )
+
+
+class Scale(nn.Module):
+    """One weight per input feature, so that a gradient is the input itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (width,) to a scalar."""
+        return (self.weight * x).sum()
+
+
+def job_many_microbatches(strategy: int, count: int, policy: DtypePolicy) -> torch.Tensor:
+    model = shard(Scale(5).to(BF16), Sharding(strategy=strategy), policy)
+    x = torch.full((5,), 2.0**-9, dtype=BF16)
+    with model.no_sync():
+        for _ in range(count - 1):
+            model(x).backward()
+    model(x).backward()
+    model.finish_grad_sync()
+    return full_grads(model)["weight"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_thousand_tiny_bf16_gradients_add_up_in_fp32(ranks2: RankPool, strategy: int) -> None:
+    fp32 = DtypePolicy(main_grads=FP32, grad_comm=None)
+    for total in ranks2.run(job_many_microbatches, strategy, 1000, fp32):
+        assert torch.equal(total, torch.full((5,), 1000 * 2.0**-9))
+
+
+def test_the_same_sum_stalls_in_bf16(ranks2: RankPool) -> None:
+    # Where half a unit in the last place exceeds the summand: that fp32 gets there is no accident.
+    bf16 = DtypePolicy(main_grads=None, grad_comm=None)
+    assert (ranks2.run(job_many_microbatches, 0, 300, bf16)[0] < 300 * 2.0**-9).all()
+
+
+def job_dtypes_and_storage(strategy: int, compute: torch.dtype, policy: DtypePolicy) -> list[tuple]:
+    """Facts of the only group, and whether main weight and compute weight are one storage."""
+    model = shard(TinyMLP(integers=True).to(compute), Sharding(strategy=strategy), policy)
+    (group,) = model.param_and_grad_buffer.parameter_groups
+    weight, main = group.model_weight_buffer.data, group.main_weight_buffer.data
+    is_shared = weight.untyped_storage().data_ptr() == main.untyped_storage().data_ptr()
+    return [group.main_weight_buffer.dtype, group.main_grad_buffer.dtype, group.facts.comm_dtype, is_shared]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_memory_is_spent_only_where_dtypes_differ(ranks2: RankPool, strategy: int) -> None:
+    def facts(compute: torch.dtype, *policy: torch.dtype | None) -> list:
+        dtypes = DtypePolicy(compute=compute, main_params=policy[0], main_grads=policy[1], grad_comm=policy[2])
+        first, second = ranks2.run(job_dtypes_and_storage, strategy, compute, dtypes)
+        assert first == second
+        return first
+
+    assert facts(FP32, FP32, None, None) == [FP32, FP32, FP32, True]
+    assert facts(BF16, None, None, None) == [BF16, BF16, BF16, True]
+    assert facts(BF16, FP32, None, None) == [FP32, BF16, BF16, False]
+    assert facts(BF16, FP32, FP32, BF16) == [FP32, FP32, BF16, False]
+
+
+def job_reduce_twice(strategy: int, outer: int | None, policy: DtypePolicy) -> list[torch.Tensor]:
+    """Full gradients after each of three backwards with automatic synchronization, without a zero_grad."""
+    model = shard(Scale(7), Sharding(strategy=strategy, outer=outer), policy)
+    model.set_model_auto_sync(True)
+    seen = []
+    for number in range(3):
+        model(torch.full((7,), 3.0**number + dist.get_rank())).backward()
+        seen.append(full_grads(model)["weight"])
+    return seen
+
+
+@pytest.mark.parametrize("policy", [DtypePolicy(main_grads=None), DtypePolicy(main_grads=FP32, grad_comm=FP64)])
+@pytest.mark.parametrize(("ranks", "strategy", "outer"), [*((2, s, None) for s in STRATEGIES), (1, 1, None), (4, 1, 0), (4, 3, 1)])
+def test_no_gradient_is_counted_twice(
+    rank_pools: dict[int, RankPool], ranks: int, strategy: int, outer: int | None, policy: DtypePolicy
+) -> None:
+    for seen in rank_pools[ranks].run(job_reduce_twice, strategy, outer, policy):
+        mean_rank = (ranks - 1) / 2
+        for number, grad in enumerate(seen):
+            total = sum(3.0**earlier + mean_rank for earlier in range(number + 1))
+            assert torch.equal(grad, torch.full((7,), total)), (number, grad, total)
+
+
+def job_main_weights_outlive_rounding(strategy: int) -> torch.Tensor:
+    """bf16 weights that move by less than their last place in each of many steps."""
+    model = shard(Scale(3).to(BF16), Sharding(strategy=strategy), DtypePolicy(main_params=FP32, main_grads=None))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.to_local().fill_(1.0)
+    model.install_optimized_model_weights()
+    for _ in range(64):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.to_local().add_(2.0**-14)
+        model.install_optimized_model_weights()
+    with torch.no_grad():
+        output = model(torch.ones(3, dtype=BF16))
+    return torch.stack([full_weights(model)["weight"].sum(), output.float()])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_small_updates_gather_in_the_main_weights(ranks2: RankPool, strategy: int) -> None:
+    for total, output in ranks2.run(job_main_weights_outlive_rounding, strategy):
+        assert total == 3 * (1 + 2.0**-8)
+        assert output == torch.tensor(3 * (1 + 2.0**-8)).to(BF16).float() or output == 3.0
