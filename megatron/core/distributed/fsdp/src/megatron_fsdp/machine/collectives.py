@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import torch
 import torch.distributed as dist
@@ -88,14 +87,17 @@ def _prepare(full: torch.Tensor, axis: Axis, scale: GradScale) -> dist.ReduceOp.
     """Scales `full` unless the reduction can, and gives the reduction operator."""
     if scale.pre == 1.0:
         return scale.op
-    # A factor that is not a power of two would be rounded to the buffer's dtype by NCCL: exact only in fp32 and fp64.
-    exact = math.frexp(scale.pre)[0] == 0.5 or full.dtype in (torch.float32, torch.float64)
-    if scale.fused and exact and not scale.average and axis.size > 1 and _has_premul(axis):
-        return premul_sum(scale.pre)
+    if scale.fused and not scale.average and _is_nccl(axis):
+        if full.dtype in (torch.float32, torch.float64):
+            return premul_sum(scale.pre)
+        # Never premultiplied: torch 2.11 hands NCCL a float's bytes as the bf16 factor, whose lower half is 0, and the
+        # sum becomes zero. NCCL's own average knows the dtype.
+        if scale.pre == 1.0 / axis.size:
+            return dist.ReduceOp.AVG
     full.mul_(scale.pre)
     return scale.op
 
 
-def _has_premul(axis: Axis) -> bool:
+def _is_nccl(axis: Axis) -> bool:
     # Gloo takes PREMUL_SUM without an error and without documented numerics.
-    return dist.get_backend(axis.group) == "nccl"
+    return axis.size > 1 and dist.get_backend(axis.group) == "nccl"
