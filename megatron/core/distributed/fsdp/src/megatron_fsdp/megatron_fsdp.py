@@ -284,6 +284,10 @@ class MegatronFSDP(nn.Module):
         """Sets `.grad` (or `.decoupled_grad`) of every parameter whose gradient is final."""
         self.param_and_grad_buffer.update_main_grads()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients, whichever way torch would: detached ones cost nothing that zeros would save."""
+        self.zero_grad_buffer()
+
     def zero_grad_buffer(self) -> None:
         """Forgets all gradients."""
         self.param_and_grad_buffer.zero_grad()
