@@ -1,13 +1,10 @@
 """Several backwards per optimizer step: what waits, what is reduced when, and what an interruption leaves behind."""
 
-import contextlib
-from collections.abc import Iterator
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.unit_tests.harness.communication import collectives_heard
 from tests.unit_tests.harness.parity import TASKS, Case, compare
 from tests.unit_tests.harness.rank_pool import RankPool
 from tests.unit_tests.harness.sharded import (
@@ -223,34 +220,21 @@ def test_gradients_are_absent_before_the_sync_and_there_on_every_rank_after_it(r
         assert any(size == 0 for *_, sizes in results for size in sizes), "some rank was to own nothing of a parameter"
 
 
-def job_collectives(strategy: int, is_last: bool) -> list[str]:
-    """The reductions of one backward, by name."""
+def job_collectives(strategy: int, is_last: bool) -> list[list[str]]:
+    """The reductions of one backward and of the synchronization after it, by name."""
     one = case(strategy, microbatches=1)
     model, _ = build_sharded(TASKS["integers"].build, one.recipe, one.sharding)
     model.is_last_microbatch = is_last
     (ranks,), *_ = one.batches(2)
-    with _recorded() as seen:
+    with collectives_heard() as during:
         backward(model, one.recipe, ranks[dist.get_rank()])
-        during = list(seen)
+    with collectives_heard() as after:
         model.finish_grad_sync()
-    return [during, seen[len(during) :]]
+    return [[_short(name) for name in heard if "reduce" in name] for heard in (during, after)]
 
 
-@contextlib.contextmanager
-def _recorded() -> Iterator[list[str]]:
-    """The names of the reductions that run inside."""
-    from megatron_fsdp.machine import collectives
-
-    seen: list[str] = []
-    with contextlib.ExitStack() as stack:
-        for name in ("reduce_scatter", "all_reduce"):
-
-            def spy(*args, real=getattr(collectives, name), name=name):
-                seen.append(name)
-                return real(*args)
-
-            stack.enter_context(mock.patch.object(collectives, name, spy))
-        yield seen
+def _short(name: str) -> str:
+    return "reduce_scatter" if "scatter" in name else "all_reduce"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ All take (batch, 6) and give something from which `dot_loss` can be taken. Where
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -101,8 +102,12 @@ class Span(Stack):
 class Whole(Stack):
     """Recomputation around everything but the head."""
 
+    def __init__(self, recompute: Recompute) -> None:
+        super().__init__()
+        self.recompute = recompute
+
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        return _recomputed(super().run, x, "non_reentrant")
+        return _recomputed(super().run, x, self.recompute)
 
 
 class Reversed(Stack):
@@ -290,21 +295,22 @@ def _recomputed(function: Any, x: torch.Tensor, recompute: Recompute | None) -> 
 #: name -> (constructor, unit class)
 BUILDERS: dict[str, tuple[Any, type]] = {
     "twice": (Twice, MLPBlock),
-    "twice_reentrant": (lambda: Twice("reentrant"), MLPBlock),
-    "twice_non_reentrant": (lambda: Twice("non_reentrant"), MLPBlock),
-    "span_reentrant": (lambda: Span("reentrant"), MLPBlock),
-    "span_non_reentrant": (lambda: Span("non_reentrant"), MLPBlock),
-    "whole": (Whole, MLPBlock),
     "reversed": (Reversed, MLPBlock),
     "shuffled": (Shuffled, MLPBlock),
     "skipping": (Skipping, MLPBlock),
-    "skipping_reentrant": (lambda: Skipping("reentrant"), MLPBlock),
-    "skipping_non_reentrant": (lambda: Skipping("non_reentrant"), MLPBlock),
     "alternating": (Alternating, MLPBlock),
     "choosy": (lambda: Choosy(hands_through=False), ChoosyBlock),
     "handing_through": (lambda: Choosy(hands_through=True), ChoosyBlock),
     "sandwich": (Sandwich, SandwichBlock),
-    "sandwich_reentrant": (lambda: Sandwich("reentrant"), SandwichBlock),
     "branches": (Branches, MLPBlock),
     "structured": (Structured, StructuredBlock),
 }
+for _kind in ("reentrant", "non_reentrant"):
+    BUILDERS |= {
+        f"integers_{_kind}": (functools.partial(TinyMLP, integers=True, recompute=_kind), MLPBlock),
+        f"twice_{_kind}": (functools.partial(Twice, _kind), MLPBlock),
+        f"span_{_kind}": (functools.partial(Span, _kind), MLPBlock),
+        f"whole_{_kind}": (functools.partial(Whole, _kind), MLPBlock),
+        f"skipping_{_kind}": (functools.partial(Skipping, _kind), MLPBlock),
+        f"sandwich_{_kind}": (functools.partial(Sandwich, _kind), SandwichBlock),
+    }
