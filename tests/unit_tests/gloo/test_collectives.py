@@ -119,25 +119,24 @@ def test_axes_know_their_place(ranks3):
 
 
 @pytest.mark.parametrize(
-    ("factor", "dtype", "average", "is_fused"),
+    ("factor", "dtype", "average", "op"),
     [
-        (0.5, torch.bfloat16, False, True),
-        (1 / 3, torch.float32, False, True),
-        (1 / 3, torch.bfloat16, False, False),  # NCCL would round the factor to bf16
-        (0.5, torch.bfloat16, True, False),
-        (1.0, torch.float32, False, False),
+        (1 / 3, torch.float32, False, ("premul", 1 / 3)),
+        (0.5, torch.bfloat16, False, dist.ReduceOp.AVG),  # of two ranks, which is the same
+        (1 / 3, torch.bfloat16, False, None),
+        (0.5, torch.bfloat16, True, None),
+        (1.0, torch.float32, False, dist.ReduceOp.SUM),
+        (1.0, torch.float32, True, dist.ReduceOp.AVG),
     ],
 )
-def test_the_backend_multiplies_only_where_it_is_exact(monkeypatch, factor, dtype, average, is_fused):
-    monkeypatch.setattr(collectives, "_has_premul", lambda axis: True)
+def test_nccl_multiplies_only_where_it_does_so_rightly(monkeypatch, factor, dtype, average, op):
+    """None: the factor is applied before."""
+    monkeypatch.setattr(collectives, "_is_nccl", lambda axis: True)
     monkeypatch.setattr(collectives, "premul_sum", lambda value: ("premul", value))
     full = torch.ones(2, dtype=dtype)
-    op = collectives._prepare(full, Axis(None, None, 0, 2), GradScale(factor, average))
-    if is_fused:
-        assert op == ("premul", factor) and torch.equal(full, torch.ones(2, dtype=dtype))
-    else:
-        assert op == (dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
-        assert torch.equal(full, torch.full((2,), factor, dtype=dtype))
+    came = collectives._prepare(full, Axis(None, None, 0, 2), GradScale(factor, average))
+    assert came == (op or (dist.ReduceOp.AVG if average else dist.ReduceOp.SUM))
+    assert torch.equal(full, torch.full((2,), factor if op is None else 1.0, dtype=dtype))
 
 
 def listen_to_everything():

@@ -52,7 +52,8 @@ class ShardSpec:
         return slice(self.first_row * row, (self.first_row + self.row_count) * row)
 
     def wrap(self, local: torch.Tensor) -> DTensor:
-        """`local` (this rank's rows) as a DTensor whose `full_tensor` is right on uneven shards. Shares storage."""
+        """`local` (this rank's rows) as a DTensor whose `full_tensor` is right on uneven shards. Shares its memory."""
+        local = _with_own_storage(local)
         stride = torch.empty(self.shape, device="meta").stride()
         layout = {"shape": self.shape, "stride": stride}
         return self.mark(DTensor.from_local(local, self.mesh, self.placements, run_check=False, **layout))
@@ -86,8 +87,8 @@ class ShardSpec:
             if not all(placement.is_replicate() for placement in value.placements):
                 raise ValueError(
                     f"{name} of shape {tuple(value.shape)} has {tuple(value.to_local().shape)} here as "
-                    f"{value.placements}, but this model keeps {tuple(self.local_shape)} as {self.placements}; give full "
-                    "tensors, or load through torch.distributed.checkpoint."
+                    f"{value.placements}, but this model keeps {tuple(self.local_shape)} as {self.placements}; "
+                    "give full tensors, or load through torch.distributed.checkpoint."
                 )
             value = value.to_local()
         return self.wrap(self.cut(value).detach().to(self.mesh.device_type, dtype or value.dtype, copy=True))
@@ -114,6 +115,20 @@ class ShardSpec:
                 placement = placement._replace(outer=Placement.REPLICATE)
             counts.append(self._layout.rows_on(self.slot, *piece_bounds(self._layout, moved, placement)).count)
         return counts
+
+
+def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """The contiguous `view` as a tensor whose storage is just its memory.
+
+    torch (2.11 to 2.13) neither deep-copies nor stages a DTensor whose local tensor begins inside its storage, and
+    copies the whole storage of one that does not fill it.
+    """
+    storage, nbytes = view.untyped_storage(), view.numel() * view.element_size()
+    if storage.nbytes() == nbytes:
+        return view
+    first = view.storage_offset() * view.element_size()
+    piece = storage[first : first + nbytes] if nbytes else torch.UntypedStorage(0, device=view.device)
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(piece, 0, view.shape, view.stride())
 
 
 def _placements(pairs: Sequence[Placement], inner_size: int) -> tuple[TensorPlacement, ...]:
