@@ -1,12 +1,22 @@
 """When units gather and reduce: odd control flow, rank-dependent control flow, exceptions, memory and leaks."""
 
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from unittest import mock
+
 import pytest
+import torch
+import torch.distributed as dist
+from megatron_fsdp.machine.allocator import ResizePool
+from megatron_fsdp.state.param_group import ParamGroup
 
 from tests.unit_tests.harness.models import MLPBlock
 from tests.unit_tests.harness.odd_models import BUILDERS, SandwichBlock
 from tests.unit_tests.harness.parity import TASKS, Case, check
 from tests.unit_tests.harness.rank_pool import RankPool
-from tests.unit_tests.harness.sharded import Sharding
+from tests.unit_tests.harness.sharded import Sharding, build_sharded, full_grads, train_step
 
 #: Ranks run different units, or different numbers of them.
 RANK_DEPENDENT = ["skipping", "skipping_reentrant", "skipping_non_reentrant", "choosy", "handing_through"]
@@ -35,3 +45,241 @@ def test_ranks_that_run_different_units_keep_one_order_of_collectives(
         rank_pools[ranks],
         [Case(task=task, microbatches=2, sharding=Sharding(strategy=s, units=units)) for s in strategies],
     )
+
+
+# ---- memory ----
+
+
+class CountingPool(ResizePool):
+    """Counts what is alive: gathered units by name, and communication buffers."""
+
+    latest: "CountingPool"
+
+    def __init__(self) -> None:
+        CountingPool.latest = self
+        self.names: dict[int, str] = {}
+        self.gathered: set[str] = set()
+        self.most_gathered = 0
+        self.scratches: weakref.WeakSet = weakref.WeakSet()
+        self.most_scratches = 0
+
+    def reserve(self, key, *args):
+        tensor = super().reserve(key, *args)
+        self.names[id(tensor)] = key.partition(":")[0]
+        return tensor
+
+    def acquire(self, tensor):
+        super().acquire(tensor)
+        self.gathered.add(self.names[id(tensor)])
+        self.most_gathered = max(self.most_gathered, len(self.gathered - {"root"}))
+
+    def release(self, tensor):
+        super().release(tensor)
+        self.gathered.discard(self.names[id(tensor)])
+
+    def scratch(self, *args):
+        tensor = super().scratch(*args)
+        self.scratches.add(tensor)
+        self.most_scratches = max(self.most_scratches, len(self.scratches))
+        return tensor
+
+
+@contextlib.contextmanager
+def counted_pool() -> Iterator[None]:
+    from megatron_fsdp import MegatronFSDP
+
+    with mock.patch.object(MegatronFSDP, "pool_class", CountingPool):
+        yield
+
+
+def job_peak(task: str, leftover_numel: int) -> list:
+    """Most units gathered and most gradient buffers alive in two steps, and what stays alive after each."""
+    from megatron_fsdp.runtime import discovery
+
+    case = Case(task=task, microbatches=2, sharding=Sharding(units=(TASKS[task].unit,), is_poisoned=False))
+    with counted_pool(), mock.patch.object(discovery, "LARGE_LEFTOVER_NUMEL", leftover_numel):
+        model, optimizer = build_sharded(TASKS[task].build, case.recipe, case.sharding)
+    pool, rest = CountingPool.latest, []
+    for microbatches in case.batches(dist.get_world_size()):
+        pool.most_gathered = 0
+        train_step(model, optimizer, case.recipe, microbatches)
+        rest.append((sorted(pool.gathered), len(pool.scratches)))
+    units = [unit.label for unit in model._schedule.units]
+    return [pool.most_gathered, pool.most_scratches, rest, units]
+
+
+@pytest.mark.parametrize(
+    ("task", "gathered"),
+    [("integers", 2), ("integers_reentrant", 2), ("integers_non_reentrant", 2), ("span_reentrant", 2), ("span_non_reentrant", 2), ("frozen_first", 2)],
+)
+def test_two_units_and_two_gradient_buffers_are_alive_at_most(ranks2: RankPool, task: str, gathered: int) -> None:
+    for most_gathered, most_scratches, rest, _ in ranks2.run(job_peak, task, 1 << 22):
+        assert most_gathered == gathered
+        assert most_scratches <= 2
+        assert rest == [([], 0)] * 2
+
+
+def test_a_large_embedding_and_head_are_units_of_their_own(ranks2: RankPool) -> None:
+    most_gathered, _, rest, units = ranks2.run(job_peak, "transformer", 100)[0]
+    assert units == ["(root)", "embedding", "blocks.0", "blocks.1", "head"]
+    assert most_gathered == 2
+    assert rest == [([], 0)] * 2
+    *_, units = ranks2.run(job_peak, "tied", 100)[0]
+    assert units == ["(root)", "blocks.0", "blocks.1"], "a tied weight is read outside one of its owners"
+
+
+def job_storages(task: str, units: tuple | None) -> list[list[str]]:
+    """Names of parameters whose full storage exists: in forward, after it, after a forward for evaluation, after backward."""
+    case = Case(task=task, sharding=Sharding(units=units, is_poisoned=False))
+    model, _ = build_sharded(TASKS[task].build, case.recipe, case.sharding)
+    managed = model.param_and_grad_buffer.managed_params
+
+    def full() -> list[str]:
+        return sorted(param.fqn for param in managed if param.raw.untyped_storage().size())
+
+    stages = [full()]
+    handle = model.module.head.register_forward_pre_hook(lambda *_: stages.append(full()))
+    (ranks,), *_ = case.batches(dist.get_world_size())
+    inputs, target = ranks[dist.get_rank()]
+    with torch.no_grad():
+        model(inputs)
+    handle.remove()
+    stages.append(full())
+    loss = case.recipe.loss_fn(model(inputs), target)
+    stages.append(full())
+    loss.backward()
+    stages.append(full())
+    return stages
+
+
+@pytest.mark.parametrize("task", ["transformer", "tied", "frozen_weights"])
+def test_between_steps_no_full_weight_exists(ranks2: RankPool, task: str) -> None:
+    names = {name for name, _ in TASKS[task].build().named_parameters()}
+    at_root = sorted(name for name in names if not name.startswith("blocks"))
+    for units in (None, (TASKS[task].unit,)):
+        for at_first, in_head, after_evaluation, before_backward, after in ranks2.run(job_storages, task, units):
+            assert at_first == after_evaluation == after == []
+            assert in_head == before_backward == (at_root if units else sorted(names))
+
+
+# ---- leaks ----
+
+
+def job_leak(strategy: int, task: str) -> dict[str, bool]:
+    """What of a model is still alive when its last reference is gone, with the garbage collector off."""
+    case = Case(task=task, microbatches=2, sharding=Sharding(strategy=strategy, units=(TASKS[task].unit,)))
+    gc.collect()
+    gc.disable()
+    try:
+        model, optimizer = build_sharded(TASKS[task].build, case.recipe, case.sharding)
+        for microbatches in case.batches(dist.get_world_size()):
+            train_step(model, optimizer, case.recipe, microbatches)
+        model.state_dict()
+        groups = model.param_and_grad_buffer.parameter_groups
+        refs = {
+            "model": weakref.ref(model),
+            "module": weakref.ref(model.module),
+            "schedule": weakref.ref(model._schedule),
+            "group": weakref.ref(groups[0]),
+            "weight": weakref.ref(groups[0].model_weight_buffer.data),
+            "main_weight": weakref.ref(groups[0].main_weight_buffer.data),
+            "gradient": weakref.ref(groups[-1].main_grad_buffer.data),
+            "raw": weakref.ref(groups[0].params[0]),
+            "sharded": weakref.ref(next(model.parameters())),
+        }
+        del model, optimizer, groups, microbatches
+        return {name: ref() is not None for name, ref in refs.items()}
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("task", ["integers", "integers_reentrant", "tied"])
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_a_deleted_model_is_freed_at_once(ranks2: RankPool, strategy: int, task: str) -> None:
+    for alive in ranks2.run(job_leak, strategy, task):
+        assert not any(alive.values()), alive
+
+
+def job_growth() -> list[int]:
+    """Tensors alive after each of several steps, the garbage collector off."""
+    case = Case(task="integers", microbatches=2, steps=5, sharding=Sharding(units=(MLPBlock,)))
+    model, optimizer = build_sharded(TASKS["integers"].build, case.recipe, case.sharding)
+    batches = case.batches(dist.get_world_size())
+    counts = []
+    for microbatches in batches:
+        train_step(model, optimizer, case.recipe, microbatches)
+        if not counts:
+            gc.collect()
+            gc.disable()
+        counts.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
+    gc.enable()
+    return counts
+
+
+def test_steps_leave_nothing_behind(ranks2: RankPool) -> None:
+    for counts in ranks2.run(job_growth):
+        assert len(set(counts[1:])) == 1, counts
+
+
+# ---- order ----
+
+
+def job_warnings(task: str) -> list[str]:
+    """Warnings of the schedule in two steps."""
+    case = Case(task=task, sharding=Sharding(units=(TASKS[task].unit,)))
+    seen: list[str] = []
+    with mock.patch("megatron_fsdp.runtime.schedule.logger.warning", seen.append):
+        model, optimizer = build_sharded(TASKS[task].build, case.recipe, case.sharding)
+        for microbatches in case.batches(dist.get_world_size()):
+            train_step(model, optimizer, case.recipe, microbatches)
+    return seen
+
+
+def test_an_order_that_changes_is_warned_of_once(ranks2: RankPool) -> None:
+    first, second = ranks2.run(job_warnings, "shuffled")
+    assert len(first) == len(second) == 1 and "order that changes" in first[0]
+    for task in ("integers", "reversed", "alternating", "twice", "branches", "sandwich"):
+        assert ranks2.run(job_warnings, task) == [[], []], task
+
+
+def job_gathers(task: str) -> list[list[str]]:
+    """Units in the order in which three forwards for evaluation gather them."""
+    case = Case(task=task, sharding=Sharding(units=(TASKS[task].unit,)))
+    model, _ = build_sharded(TASKS[task].build, case.recipe, case.sharding)
+    (ranks,), *_ = case.batches(dist.get_world_size())
+    seen = []
+    for _ in range(3):
+        with mock.patch.object(ParamGroup, "unshard", autospec=True, side_effect=ParamGroup.unshard) as spy, torch.no_grad():
+            model(ranks[dist.get_rank()][0])
+        seen.append([call.args[0].facts.name.partition(":")[0] for call in spy.call_args_list])
+    return seen
+
+
+def test_the_first_forward_teaches_the_order(ranks2: RankPool) -> None:
+    first, second, third = ranks2.run(job_gathers, "reversed")[0]
+    assert len(first) > len(second), "units were gathered in registered order, and again when they were reached"
+    assert second == third == ["root", "blocks.2", "blocks.1", "blocks.0"]
+
+
+def job_outside_the_root(strategy: int) -> list[torch.Tensor]:
+    """Units called by hand, without the model's forward; gradients come all the same."""
+    case = Case(task="integers", sharding=Sharding(strategy=strategy, units=(MLPBlock, torch.nn.Linear)))
+    model, _ = build_sharded(TASKS["integers"].build, case.recipe, case.sharding)
+    x = torch.ones(2, 6)
+    for block in reversed(model.module.blocks):
+        x = block(x)
+    x.sum().backward()
+    model.finish_grad_sync()
+    return [x.detach(), full_grads(model)["blocks.1.linear.weight"]]
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 3])
+def test_units_may_be_called_by_hand(ranks2: RankPool, strategy: int) -> None:
+    module = TASKS["integers"].build()
+    x = torch.ones(2, 6)
+    for block in reversed(module.blocks):
+        x = block(x)
+    x.sum().backward()
+    for output, grad in ranks2.run(job_outside_the_root, strategy):
+        assert torch.equal(output, x.detach())
+        assert torch.equal(grad, module.blocks[1].linear.weight.grad)

@@ -122,7 +122,7 @@ def owner_reference(model: Any) -> weakref.ref:
 
 
 def _wrap_step(optimizer: torch.optim.Optimizer, model: Any) -> None:
-    base = optimizer.step
+    base = _unbound(optimizer.step)
     with_state = 0
 
     def step(
@@ -137,7 +137,7 @@ def _wrap_step(optimizer: torch.optim.Optimizer, model: Any) -> None:
             model.finish_grad_sync()
             args = tuple(_synchronized(arg, model) for arg in args)
             kwargs = {name: _synchronized(arg, model) for name, arg in kwargs.items()}
-        result = base(*args, **kwargs)
+        result = base(self, *args, **kwargs)
         if len(self.state) != with_state:  # torch's own full_tensor of what the optimizer has just made would be wrong
             mark_state(self)
             with_state = len(self.state)
@@ -162,10 +162,10 @@ def _synchronized(argument: Any, model: Any) -> Any:
 
 
 def _wrap_zero_grad(optimizer: torch.optim.Optimizer, model: Any) -> None:
-    base = optimizer.zero_grad
+    base = _unbound(optimizer.zero_grad)
 
     def zero_grad(self: torch.optim.Optimizer, *args: Any, zero_grad_buffer: bool = True, **kwargs: Any) -> Any:
-        result = base(*args, **kwargs)
+        result = base(self, *args, **kwargs)
         if zero_grad_buffer:
             model.zero_grad_buffer()
         return result
@@ -184,5 +184,32 @@ def _bind(optimizer: torch.optim.Optimizer, name: str, function: Callable, base:
     function.__doc__ = base.__doc__
     # Schedulers mark the method they have seen, and warn about another one.
     function.__dict__.update({key: value for key, value in vars(base).items() if key.startswith("_wrapped_by")})
-    # A real bound method: schedulers read `step.__func__`.
-    setattr(optimizer, name, types.MethodType(function, optimizer))
+    setattr(optimizer, name, _WeakMethod(function, optimizer))
+
+
+def _unbound(method: Callable) -> Callable:
+    """`method` as a function of its object, which it does not keep alive."""
+    if isinstance(method, types.MethodType):
+        return method.__func__
+    return lambda _, *args, **kwargs: method(*args, **kwargs)  # what schedulers put in its place refers to it weakly
+
+
+class _WeakMethod:
+    """A bound method for its own object to hold: a real one would be a cycle, and the model would outlive its last use."""
+
+    def __init__(self, function: Callable, owner: Any):
+        self.__func__ = function  # read by learning-rate schedulers
+        self.__doc__ = function.__doc__
+        signature = inspect.signature(function)
+        self.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
+        self._owner = weakref.ref(owner)
+
+    @property
+    def __self__(self) -> Any:
+        return self._owner()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__func__, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self._owner(), *args, **kwargs)

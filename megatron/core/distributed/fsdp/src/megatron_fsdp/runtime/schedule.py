@@ -11,7 +11,7 @@ from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.collectives import GradScale, all_gather
 from megatron_fsdp.machine.device import Device, Event
 from megatron_fsdp.machine.torch_compat import on_backward_end
-from megatron_fsdp.runtime.order import Order
+from megatron_fsdp.runtime.order import Order, Step
 from megatron_fsdp.runtime.unit import Phase, Unit
 from megatron_fsdp.state.main_grad import GradState
 from megatron_fsdp.state.param_group import ParamGroup
@@ -166,16 +166,24 @@ class Schedule:
         self._make_readable(unit)
 
     def _walk_back_before_recomputing(self, unit: Unit) -> None:
-        """Ends what is over. If no unit before `unit` is still to come, its own backward is what follows. **Collective**.
+        """Ends what is over; if nothing before `unit` is still to come, its own backward is what follows. **Collective**.
 
         Recomputation over several units runs the first of them first: then those behind it are still to come.
         """
-        steps, entry = self._order.backward, self._order.entry[unit]
-        while self._cursor < entry and not steps[self._cursor].is_entry:
-            self._walk_back(self._cursor + 1)
-        pending = (steps[number] for number in range(self._cursor, entry))
-        if not any(step.is_entry and step.unit.is_expected_in_backward for step in pending):
-            self._walk_back(entry + 1)
+        entry = self._order.entry[unit]
+        for number in range(self._cursor, entry):
+            if not self._is_over(self._order.backward[number]):
+                self._walk_back(number)
+                return
+        self._walk_back(entry + 1)
+
+    @staticmethod
+    def _is_over(step: Step) -> bool:
+        unit = step.unit
+        if unit.is_expected_in_backward:
+            return False
+        # Recomputation without reentrance begins in the middle of the last unit's backward.
+        return step.is_entry or not unit.backwards or unit.has_all_grads()
 
     def _begin_backward(self) -> None:
         if not self._in_backward:

@@ -136,6 +136,10 @@ class Unit:
             for place in param.places:
                 place.hold(getattr(param, form))
 
+    def has_all_grads(self) -> bool:
+        """Every trainable parameter has a gradient that no reduction has taken."""
+        return all(raw.grad is not None for raw in self.trainable)
+
     def has_stray_grads(self) -> bool:
         """Gradients have arrived that no reduction has taken."""
         return any(raw.grad is not None for raw in self.trainable)
