@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from torch import nn
 
 from megatron_fsdp.runtime.unit import ManagedParam, Place
+from megatron_fsdp.state.param_tags import is_no_shard
 
 #: A module outside every named unit that directly owns this many elements (an embedding, an output layer) becomes a
 #: unit of its own: as a part of the root it would stay gathered from the first layer's forward to its backward.
@@ -33,11 +34,15 @@ def resolve_unit_classes(unit_modules: Sequence[type | str] | None) -> tuple[typ
         ImportError: a path does not lead to anything.
         TypeError: an entry is neither a module class nor a path to one.
     """
+    if isinstance(unit_modules, (str, type)):
+        raise TypeError(f"fsdp_unit_modules is {unit_modules!r}; expected a list of such, even if it holds only one.")
     classes = []
     for entry in unit_modules or ():
         found = _import(entry) if isinstance(entry, str) else entry
         if not (isinstance(found, type) and issubclass(found, nn.Module)):
-            raise TypeError(f"fsdp_unit_modules holds {entry!r}; expected torch.nn.Module classes or import paths of such.")
+            raise TypeError(
+                f"fsdp_unit_modules holds {entry!r}; expected torch.nn.Module classes or import paths of such."
+            )
         classes.append(found)
     return tuple(classes)
 
@@ -72,6 +77,8 @@ def plan_units(
         wanted = ", ".join(cls.__name__ for cls in classes)
         present = ", ".join(sorted({type(module).__name__ for module in names}))
         raise ValueError(f"no module of {type(root).__name__} is a {wanted}; classes present are: {present}.")
+    # What is whole on every rank is never gathered: its parameters join the unit around it, without hooks of their own.
+    unit_modules = [module for module in unit_modules if not all(map(is_no_shard, module.parameters()))]
     if classes:
         unit_modules += _large_leftovers(root, unit_modules, {id(param) for param in root_params})
     chosen = {root, *unit_modules}
@@ -93,9 +100,11 @@ def _large_leftovers(root: nn.Module, units: list[nn.Module], excluded: set[int]
     found = []
     for module in root.modules():
         own = [param for param in module._parameters.values() if param is not None]
+        if all(map(is_no_shard, own)):
+            continue
         is_private = all(holders[id(param)] == 1 and id(param) not in excluded for param in own)
         is_large = sum(param.numel() for param in own) >= LARGE_LEFTOVER_NUMEL
-        if module is not root and module not in inside and own and is_private and is_large:
+        if module is not root and module not in inside and is_private and is_large:
             found.append(module)
     return found
 
