@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.unit_tests.harness import models, odd_models
+from tests.unit_tests.harness import float8_reference, models, odd_models
 from tests.unit_tests.harness.rank_pool import RankPool
 from tests.unit_tests.harness.reference import (
     DtypePolicy,
@@ -80,6 +80,18 @@ def _mlp_task(*frozen: str, **options: Any) -> Task:
     return integer_task(build, models.MLPBlock)
 
 
+def _float8_task(*frozen: str, **options: Any) -> Task:
+    plain = functools.partial(_frozen, functools.partial(models.TinyMLP, **options), frozen)
+    return Task(
+        build=functools.partial(float8_reference.build_float8, plain),
+        batches=models.float_batches,
+        loss_fn=models.square_loss,
+        optimizer=_sgd,
+        unit=models.MLPBlock,
+        is_exact=False,
+    )
+
+
 def _frozen(build: Callable[[], nn.Module], prefixes: tuple[str, ...]) -> nn.Module:
     module = build()
     return models.freeze(module, *prefixes) if prefixes else module
@@ -106,6 +118,9 @@ TASKS: dict[str, Task] = {
     "frozen_embedding": _transformer_task("embedding", "blocks.0.qkv"),
     "reentrant": _transformer_task(recompute="reentrant"),
     "non_reentrant": _transformer_task(recompute="non_reentrant"),
+    "float8": _float8_task(),
+    "float8_recompute": _float8_task(recompute="non_reentrant"),
+    "float8_frozen": _float8_task("blocks.1", "blocks.0.linear.bias"),
     "odd": Task(
         build=models.OddModel,
         batches=functools.partial(models.float_batches, width=7, width_out=3),

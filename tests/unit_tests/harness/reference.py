@@ -135,11 +135,18 @@ def assert_same_training(
 
 
 def _main_weights(model: nn.Module, dtypes: DtypePolicy) -> nn.Module:
+    """A copy of the model whose parameters are plain tensors in the dtype of main weights."""
     main = copy.deepcopy(model)
-    if dtypes.main_params is not None:
-        for param in main.parameters():
-            if param.requires_grad:  # a frozen weight has nothing to gain from a wider copy
-                param.data = param.data.to(dtypes.main_params)
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for module in main.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                if param not in replaced:
+                    # A frozen weight has nothing to gain from a wider copy.
+                    dtype = (dtypes.main_params if param.requires_grad else None) or param.dtype
+                    plain = torch.empty(param.shape, dtype=dtype).copy_(param.detach())
+                    replaced[param] = nn.Parameter(plain, requires_grad=param.requires_grad)
+                module._parameters[name] = replaced[param]
     return main
 
 

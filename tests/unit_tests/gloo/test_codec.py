@@ -1,0 +1,106 @@
+"""A weight format of another kind: float8 with a scale of the whole parameter, stored and gathered as bytes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.unit_tests.harness.communication import collectives_heard
+from tests.unit_tests.harness.float8_reference import Float8Tensor, encoded, scale_of
+from tests.unit_tests.harness.models import MLPBlock
+from tests.unit_tests.harness.parity import TASKS, Case, check
+from tests.unit_tests.harness.rank_pool import RankPool
+from tests.unit_tests.harness.reference import DtypePolicy
+from tests.unit_tests.harness.sharded import Sharding, build_sharded, full_weights, train_step
+
+STRATEGIES = (0, 1, 2, 3)
+UNIT_LISTS = (None, (MLPBlock,), (MLPBlock, "torch.nn.Linear"))
+
+
+@pytest.mark.parametrize("task", ["float8", "float8_recompute", "float8_frozen"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_float8_weights_train_like_one_process_with_the_same_quantizer(
+    rank_pools: dict[int, RankPool], task: str, ranks: int
+) -> None:
+    check(
+        rank_pools[ranks],
+        [
+            Case(
+                task=task,
+                microbatches=2,
+                steps=3 if ranks < 3 else 2,
+                sharding=Sharding(strategy=strategy, units=UNIT_LISTS[(strategy + ranks) % 3], is_poisoned=strategy != 1),
+            )
+            for strategy in STRATEGIES
+        ],
+    )
+
+
+def test_float8_weights_on_two_axes_and_with_other_dtypes(ranks4: RankPool) -> None:
+    fp64 = DtypePolicy(main_params=torch.float64, main_grads=torch.float32, grad_comm=torch.float64)
+    check(
+        ranks4,
+        [
+            Case(task="float8", dtypes=dtypes, sharding=Sharding(strategy=inner, outer=outer, units=(MLPBlock,)))
+            for inner, outer, dtypes in [(1, 0, DtypePolicy()), (3, 0, fp64), (3, 1, DtypePolicy()), (3, 1, fp64)]
+        ],
+    )
+
+
+def job_storage(strategy: int) -> dict:
+    """Dtypes of the buffers, bytes that travel, and what a forward reads."""
+    case = Case(task="float8", sharding=Sharding(strategy=strategy, units=(MLPBlock,)))
+    model, optimizer = build_sharded(TASKS["float8"].build, case.recipe, case.sharding)
+    groups = model.param_and_grad_buffer.parameter_groups
+    quantized = [group for group in groups if isinstance(group.params[0].data, Float8Tensor)]
+    for microbatches in case.batches(dist.get_world_size()):
+        train_step(model, optimizer, case.recipe, microbatches)
+    weights = full_weights(model)
+    seen = {}
+    handles = [
+        block.linear.register_forward_pre_hook(lambda linear, _, n=n: seen.update({n: linear.weight.data_bytes.clone()}))
+        for n, block in enumerate(model.module.blocks)
+    ]
+    with torch.no_grad(), collectives_heard() as heard:
+        model(torch.ones(2, 6))
+    for handle in handles:
+        handle.remove()
+    return {
+        "weight": {group.model_weight_buffer.dtype for group in quantized},
+        "main": {group.main_weight_buffer.dtype for group in quantized},
+        "grad": {group.main_grad_buffer.dtype for group in quantized},
+        "groups": (len(quantized), len(groups) - len(quantized)),
+        "rest": sum(group.model_weight_buffer.nbytes for group in quantized),
+        "is_exact": [
+            torch.equal(seen[n], encoded(full, scale_of(full.abs().max())))
+            for n in range(3)
+            for full in [weights[f"blocks.{n}.linear.weight"]]
+        ],
+        "gathers": len([name for name in heard if "gather" in name]),
+    }
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_rest_and_travel_as_bytes(ranks2: RankPool, strategy: int) -> None:
+    for facts in ranks2.run(job_storage, strategy):
+        assert facts["weight"] == {torch.uint8}
+        assert facts["main"] == facts["grad"] == {torch.float32}
+        assert facts["groups"] == (4, 4), "biases keep a buffer of their own dtype"
+        assert facts["rest"] == 4 * 36 // (2 if strategy == 3 else 1)
+        assert facts["is_exact"] == [True] * 3
+        assert facts["gathers"] == (0 if strategy == 0 else 8)
+
+
+class Strange(torch.Tensor):
+    """A class of weights that no codec knows."""
+
+
+def job_unknown() -> None:
+    from megatron_fsdp import fully_shard_model
+
+    module = torch.nn.Linear(2, 2)
+    module.weight = torch.nn.Parameter(torch.ones(2, 2).as_subclass(Strange))
+    fully_shard_model(module)
+
+
+def test_a_format_that_no_codec_knows_is_refused_by_name(ranks2: RankPool) -> None:
+    ranks2.run_expecting(ValueError, "no weight codec handles parameters of class Strange", job_unknown)
