@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_fsdp.machine.allocator import ResizePool
 from megatron_fsdp.state.param_group import ParamGroup
 
+from tests.unit_tests.harness.communication import collectives_heard
 from tests.unit_tests.harness.models import MLPBlock
 from tests.unit_tests.harness.odd_models import BUILDERS, SandwichBlock
 from tests.unit_tests.harness.parity import TASKS, Case, check
@@ -283,3 +284,51 @@ def test_units_may_be_called_by_hand(ranks2: RankPool, strategy: int) -> None:
     for output, grad in ranks2.run(job_outside_the_root, strategy):
         assert torch.equal(output, x.detach())
         assert torch.equal(grad, module.blocks[1].linear.weight.grad)
+
+
+# ---- what is communicated ----
+
+
+def job_collectives(task: str, strategy: int, outer: int | None) -> list[list[str]]:
+    """Collectives of the third of three steps: in forward, in backward, in the step."""
+    case = Case(task=task, steps=3, sharding=Sharding(strategy=strategy, outer=outer, units=(TASKS[task].unit,)))
+    model, optimizer = build_sharded(TASKS[task].build, case.recipe, case.sharding)
+    for (ranks,) in case.batches(dist.get_world_size()):
+        optimizer.zero_grad()
+        inputs, target = ranks[dist.get_rank()]
+        with collectives_heard() as forward:
+            loss = case.recipe.loss_fn(model(inputs), target)
+        with collectives_heard() as backward:
+            loss.backward()
+        with collectives_heard() as step:
+            optimizer.step()
+    return [[_kind(name) for name in heard] for heard in (forward, backward, step)]
+
+
+def _kind(name: str) -> str:
+    return "scatter" if "scatter" in name else "gather" if "gather" in name else "reduce"
+
+
+@pytest.mark.parametrize(
+    ("task", "strategy", "outer", "forward", "backward"),
+    [
+        # Three units and the root.
+        ("integers", 0, None, [], ["reduce"] * 4),
+        ("integers", 1, None, ["gather"] * 4, ["scatter"] * 4),
+        ("integers", 2, None, ["gather"] * 4, ["scatter"] * 4),
+        ("integers", 3, None, ["gather"] * 4, ["gather", "gather", "scatter"] + ["gather", "scatter"] + ["scatter"] * 2),
+        # Frozen weights do not change, so what rests whole is never gathered again; sharded ones are not reduced.
+        ("frozen_but_head", 1, None, ["gather"], ["scatter"]),
+        ("frozen_but_head", 2, None, ["gather"], ["scatter"]),
+        ("frozen_but_head", 3, None, ["gather"] * 4, ["scatter"]),
+        ("frozen_but_first", 3, None, ["gather"] * 4, ["gather"] * 3 + ["scatter"]),
+        # On two axes the outer one follows the inner one in backward, and comes first in forward.
+        ("integers", 3, 0, ["gather"] * 4, ["gather", "gather"] + ["scatter", "reduce", "gather"] + ["scatter", "reduce"] * 3),
+        ("integers", 3, 1, ["gather"] * 8, ["gather", "gather"] + ["scatter", "scatter", "gather"] + ["scatter"] * 6),
+    ],
+)
+def test_a_step_communicates_what_the_table_says_and_nothing_else(
+    rank_pools: dict[int, RankPool], task: str, strategy: int, outer: int | None, forward: list, backward: list
+) -> None:
+    for heard in rank_pools[2 if outer is None else 4].run(job_collectives, task, strategy, outer):
+        assert heard == [forward, backward, []]

@@ -94,6 +94,10 @@ class StrategyPlan:
         """Some buffer is split over ranks."""
         return S in (*self.weight, *self.main_grad, *self.main_weight)
 
+    def without_optimizer(self) -> StrategyPlan:
+        """The plan of weights that are never updated: the main weight is the weight, and nothing is gathered anew."""
+        return dataclasses.replace(self, main_weight=self.weight)
+
     def finalized_grad(self) -> AxisPair:
         """Where the gradient lies when the optimizer reads it."""
         return self.main_weight

@@ -149,16 +149,20 @@ def _make_group(plan: UnitPlan, request: BuildRequest, number: int, group: Group
     precision = request.config.precision
     main_grads_dtype = precision.main_grads_dtype or codec.grad_dtype(params[0])
     is_frozen = not group.key.requires_grad
+    # A frozen weight is never updated: a second copy in another dtype would be memory for nothing.
+    main_dtype = params[0].dtype if is_frozen else precision.main_params_dtype or params[0].dtype
+    strategy = _strategy(request, group.key.is_expert, group.key.is_replicated)
+    if is_frozen and [plane.dtype for plane in codec.planes(params[0])] == [main_dtype]:
+        strategy = strategy.without_optimizer()
     facts = GroupFacts(
         name=f"{plan.fqn or 'root'}:{number}",
         params=params,
         fqns=tuple(plan.params[i].fqn for i in group.members),
         layout=group.layout,
-        plan=_strategy(request, group.key.is_expert, group.key.is_replicated),
+        plan=strategy,
         axes=request.index.axes(group.key.is_expert),
         codec=codec,
-        # A frozen weight is never updated: a second copy in another dtype would be memory for nothing.
-        main_dtype=params[0].dtype if is_frozen else precision.main_params_dtype or params[0].dtype,
+        main_dtype=main_dtype,
         grad_dtype=main_grads_dtype,
         comm_dtype=precision.grad_comm_dtype or main_grads_dtype,
         requires_grad=group.key.requires_grad,

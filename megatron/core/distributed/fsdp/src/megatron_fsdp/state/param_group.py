@@ -54,7 +54,6 @@ class ParamGroup:
         planes = facts.codec.planes(facts.params[0])
         self._weights = tuple(self._empty(facts.plan.weight, plane.dtype) for plane in planes)
         self._shares_main = len(planes) == 1 and planes[0].dtype == facts.main_dtype
-        # A frozen group has nothing to optimize: its main weight is the compute weight where the format allows it.
         if self._shares_main:
             self.main_weight_buffer = self._weights[0].part(facts.plan.main_weight)
         else:
