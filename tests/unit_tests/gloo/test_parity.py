@@ -1,5 +1,6 @@
 """Every strategy trains every kind of model exactly as one process does, at every world size and with every unit list."""
 
+import functools
 import itertools
 
 import pytest
@@ -16,6 +17,7 @@ from tests.unit_tests.harness.sharded import (
     finish_step,
     full_grads,
     full_weights,
+    shard,
     train_step,
 )
 
@@ -156,3 +158,51 @@ def test_two_models_live_side_by_side(ranks2: RankPool, strategy: int) -> None:
     first, second = ranks2.run(job_two_models, case, 2)
     for number in range(2):
         compare(case, [first[number], second[number]])
+
+
+class WithExpert(torch.nn.Module):
+    """A dense layer and one that every expert-parallel rank has to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.expert = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        for param in self.expert.parameters():
+            param.allreduce = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, 4), kept."""
+        return self.dense(x) + self.expert(x)
+
+
+def job_experts(strategy: int, ranks_per_expert: int, options: dict) -> dict[str, torch.Tensor]:
+    """Sums of two backwards whose gradients are this rank's number plus one, reduced in each of them."""
+    world = torch.distributed.get_world_size()
+    names = ("expert", "dp")
+    mesh = expert_mesh(world // ranks_per_expert, ranks_per_expert, names)
+    model = shard(WithExpert(), Sharding(strategy=strategy, options={"expt_device_mesh": mesh, **options}))
+    with model.sync():
+        for _ in range(2):
+            model(torch.full((1, 4), torch.distributed.get_rank() + 1.0)).sum().backward()
+    return full_grads(model)
+
+
+@functools.cache
+def expert_mesh(*shape_and_names):
+    return torch.distributed.device_mesh.init_device_mesh("cpu", shape_and_names[:2], mesh_dim_names=shape_and_names[2])
+
+
+@pytest.mark.parametrize("options", [{}, {"average_in_collective": True}, {"calculate_per_token_loss": True}], ids=str)
+@pytest.mark.parametrize(("ranks", "ranks_per_expert"), [(2, 1), (2, 2), (4, 2)])
+def test_experts_are_averaged_over_the_dense_ranks(
+    rank_pools: dict[int, RankPool], ranks: int, ranks_per_expert: int, options: dict
+) -> None:
+    for strategy in STRATEGIES if ranks == 2 else (1, 3):
+        results = rank_pools[ranks].run(job_experts, strategy, ranks_per_expert, options)
+        divisor = 1 if "calculate_per_token_loss" in options else ranks
+        for rank, grads in enumerate(results):
+            first = rank - rank % ranks_per_expert
+            own = sum(peer + 1 for peer in range(first, first + ranks_per_expert))
+            everyone = sum(peer + 1 for peer in range(ranks))
+            for name, total in (("expert", own), ("dense", everyone)):
+                expected = torch.full((4, 4), 2 * total / divisor)
+                assert torch.equal(grads[f"{name}.weight"], expected), (strategy, rank, name, grads, expected)

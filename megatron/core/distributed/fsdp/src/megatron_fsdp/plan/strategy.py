@@ -90,6 +90,11 @@ class StrategyPlan:
         return P in self.main_grad
 
     @property
+    def accumulates_final_values(self) -> bool:
+        """What accumulates is reduced and scaled already; otherwise some of that is left to the end of a cycle."""
+        return self.reduces_each_microbatch and not self.defers_reduction
+
+    @property
     def shards_anything(self) -> bool:
         """Some buffer is split over ranks."""
         return S in (*self.weight, *self.main_grad, *self.main_weight)

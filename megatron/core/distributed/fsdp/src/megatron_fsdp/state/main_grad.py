@@ -105,7 +105,7 @@ class MainGrad:
 
     def _restart_if_final(self) -> None:
         """Opens a finalized buffer for accumulation, its reduced part set aside."""
-        if self.state is GradState.FINAL and self._plan.defers_reduction:
+        if self.state is GradState.FINAL and not self._plan.accumulates_final_values:
             self._aside = self.final.data.clone()
             self.state = GradState.EMPTY
 
@@ -128,7 +128,7 @@ class MainGrad:
 
     @torch.no_grad()
     def finalize(self, scale: GradScale) -> None:
-        """Ends an accumulation: performs the reductions that were deferred. **Collective** if there are any.
+        """Ends an accumulation: reduces and scales what has not been. **Collective** if reductions were deferred.
 
         Args:
             scale: of the whole reduction; not applied again to what `reduce` has scaled already.
@@ -138,6 +138,8 @@ class MainGrad:
             if self._plan.reduces_each_microbatch:
                 scale = GradScale(1.0, scale.average, scale.fused)
             self._reduce_deferred(scale)
+        elif not self._plan.reduces_each_microbatch and scale.pre != 1.0:
+            self.buffer.data.mul_(scale.pre)  # experts without a peer still share their data with all dense ranks
         if self._aside is not None:
             self.final.data.add_(self._aside)
             self._aside = None
