@@ -38,7 +38,7 @@ from megatron_fsdp.summary import build_summary
 
 logger = logging.getLogger(__name__)
 
-#: Constructor options whose feature is not there: option -> (the value that means off, the reason).
+#: Constructor options whose feature is not there, and the reason.
 _NOT_YET = {
     "keep_fp8_transpose_cache": "the TransformerEngine weight codec is missing",
     "nccl_ub": "communication buffers are not registered with NCCL",

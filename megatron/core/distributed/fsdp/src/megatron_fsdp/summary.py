@@ -64,16 +64,21 @@ def _row(unit: Unit) -> tuple[str, ...]:
 
 
 def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Runs of units that differ only in name as one row."""
+    """Runs of units of one class that differ only in name as one row."""
     folded: list[tuple[str, ...]] = []
     count = 1
     for row, following in zip(rows, [*rows[1:], None], strict=True):
-        if following is not None and following[1:] == row[1:]:
+        if following is not None and _kind(following) == _kind(row):
             count += 1
             continue
         folded.append((f"{row[0]}" + (f" (last of {count} alike)" if count > 1 else ""), *row[1:]))
         count = 1
     return folded
+
+
+def _kind(row: tuple[str, ...]) -> tuple[str, ...]:
+    """What a row says apart from the unit's name."""
+    return row[0].rpartition(" ")[2], *row[1:]
 
 
 def _line(cells: tuple[str, ...]) -> str:
