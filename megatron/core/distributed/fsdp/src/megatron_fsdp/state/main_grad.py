@@ -46,6 +46,8 @@ class MainGrad:
         self.state = GradState.EMPTY
         self._aside: torch.Tensor | None = None
         self._staged: FlatBuffer | None = None
+        # Worked out once: this is needed of every parameter in every backward, and the host must run ahead.
+        self._places = [(slot.start, slot.end, slot.shape) for slot in facts.layout.slots]
 
     # -- from autograd ------------------------------------------------------------------------------------------
 
@@ -83,22 +85,20 @@ class MainGrad:
         return None
 
     def _write(self, target: FlatBuffer, *, accumulate: bool) -> None:
-        """Moves `param.grad` of every parameter into `target`, in one batched copy or addition."""
+        """Moves `param.grad` of every parameter into `target`, which is whole, in one batched copy or addition."""
         views, grads, untouched = [], [], []
-        for slot, param in enumerate(self._facts.params):
-            if param.grad is not None and not getattr(param, "grad_added_to_main_grad", False):
-                views.append(target.view(slot))
-                grads.append(param.grad)
-            elif not getattr(param, "grad_added_to_main_grad", False):
-                untouched.append(target.view(slot))
-            param.grad = None
-            if hasattr(param, "grad_added_to_main_grad"):
+        for (start, end, shape), param in zip(self._places, self._facts.params, strict=True):
+            grad, param.grad = param.grad, None
+            if getattr(param, "grad_added_to_main_grad", False):
                 param.grad_added_to_main_grad = False
-        if accumulate:
-            if views:
-                foreach_add_(views, grads)  # of another dtype, they are added without being rounded or copied first
-            return
-        if views:
+            elif grad is not None:
+                views.append(target.data[start:end].view(shape))
+                grads.append(grad)
+            elif not accumulate:
+                untouched.append(target.data[start:end])
+        if accumulate and views:
+            foreach_add_(views, grads)  # of another dtype, they are added without being rounded or copied first
+        elif views:
             foreach_copy_(views, grads)
         if untouched:
             foreach_zero_(untouched)

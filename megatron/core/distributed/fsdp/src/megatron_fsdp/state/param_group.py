@@ -59,6 +59,7 @@ class ParamGroup:
         else:
             self.main_weight_buffer = self._empty(facts.plan.main_weight, facts.main_dtype)
         self._full = tuple(self._reserve_full(i, weight) for i, weight in enumerate(self._weights))
+        self._shards = self._cut()
         self.main_grad = MainGrad(facts, pool) if facts.requires_grad else None
         self._is_fresh = True
         """The resting weight holds what was installed last; False: only its main-weight part does."""
@@ -171,13 +172,16 @@ class ParamGroup:
         self.reshard()
         self._encode()
 
-    def _encode(self) -> None:
+    def _cut(self) -> list[Shard]:
+        """What the codec encodes: this rank's rows of every parameter, as views that last as long as the buffers."""
         parts = [weight.part(self.plan.main_weight) for weight in self._weights]
-        shards = [
+        return [
             Shard(param, self.main_weight_buffer.view(slot), tuple(part.view(slot) for part in parts))
             for slot, param in enumerate(self.params)
         ]
-        self.facts.codec.encode(shards, self._shard_groups())
+
+    def _encode(self) -> None:
+        self.facts.codec.encode(self._shards, self._shard_groups())
         self._is_fresh = not self.plan.gathers_after_install
 
     def _shard_groups(self) -> Sequence[torch.distributed.ProcessGroup]:
