@@ -3,11 +3,13 @@
 import functools
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_fsdp import FSDPDistributedIndex
+from megatron_fsdp import FSDPDistributedIndex, MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.machine.collectives import Axis
+from tests.unit_tests.harness.models import TinyMLP, float_batches, square_loss
 
 #: world size, shape of (dp_outer, dp_shard, cp, tp)
 SHAPES = {"plain": (2, (1, 2, 1, 1)), "hybrid": (4, (2, 2, 1, 1)), "cp": (4, (1, 2, 2, 1)), "tp": (4, (1, 2, 1, 2))}
@@ -147,6 +149,54 @@ def _twin():
 
 def test_gathers_may_have_a_communicator_of_their_own(ranks2):
     assert ranks2.run(describe_gather_groups) == [(True,) * 4] * 2
+
+
+def walk_through(outer_strategy):
+    """The README's walkthrough on a hybrid mesh: from the meta device through two steps."""
+    mesh = walkthrough_mesh("hybrid")
+    with torch.device("meta"):
+        module = TinyMLP()
+    model = fully_shard_model(
+        module,
+        fsdp_unit_modules=["tests.unit_tests.harness.models.MLPBlock"],
+        device_mesh=mesh,
+        dp_shard_dim="dp_shard_cp",
+        dp_outer_dim="dp_outer",
+        tp_dim="tp",
+        hybrid_fsdp_group=mesh["hsdp"].get_group(),
+        zero_dp_strategy=3,
+        outer_dp_sharding_strategy=outer_strategy,
+        init_model_with_meta_device=True,
+        mixed_precision_policy=MixedPrecisionPolicy(),
+        sync_model_each_microbatch=True,
+        preproc_state_dict_for_dcp_ckpt=True,
+    )
+    optimizer = fully_shard_optimizer(torch.optim.Adam(model.parameters(), lr=1e-2))
+    before = [param.full_tensor() for param in model.parameters()]
+    plain = TinyMLP()
+    plain.load_state_dict({name: param.full_tensor() for name, param in model.module.named_parameters()})
+    reference = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    for ranks in float_batches(2, 1, 4):
+        inputs, target = ranks[0][dist.get_rank()]
+        square_loss(model(inputs), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for inputs, target in ranks[0]:
+            (square_loss(plain(inputs), target) / 4).backward()
+        reference.step()
+        reference.zero_grad()
+    after = [param.full_tensor() for param in model.parameters()]
+    torch.testing.assert_close(after, [param.detach() for param in plain.parameters()], rtol=1e-5, atol=1e-6)
+    return not any(map(torch.equal, before, after)), [param.to_local().numel() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("outer_strategy", [0, "optim"])
+def test_the_walkthrough_trains(ranks4, outer_strategy):
+    results = ranks4.run(walk_through, outer_strategy)
+    total = sum(param.numel() for param in TinyMLP().parameters())
+    assert all(has_moved for has_moved, _ in results)
+    # The optimizer's shards are one of two, or of four where the outer axis cuts them too.
+    assert sum(sum(numels) for _, numels in results) == total * (1 if outer_strategy == "optim" else 2)
 
 
 def make_wrong(what):
