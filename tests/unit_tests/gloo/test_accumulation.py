@@ -177,6 +177,7 @@ PLANS = {
 def test_accumulation_is_exact(ranks2: RankPool, plan: str) -> None:
     cases = [case(strategy) for strategy in STRATEGIES]
     cases += [case(strategy, overlap_grad_reduce=False, overlap_param_gather=False) for strategy in (0, 1)]
+    cases += [case(3, task="lending")]
     if plan in ("one_backward_for_all", "retained"):
         cases += [case(3, task="span_reentrant"), case(1, task="span_reentrant"), case(3, task="twice_non_reentrant")]
     for one, *by_rank in zip(cases, *ranks2.run(job, plan, cases), strict=True):

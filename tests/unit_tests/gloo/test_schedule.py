@@ -14,7 +14,7 @@ from megatron_fsdp.state.param_group import ParamGroup
 
 from tests.unit_tests.harness.communication import collectives_heard
 from tests.unit_tests.harness.models import MLPBlock
-from tests.unit_tests.harness.odd_models import BUILDERS, SandwichBlock
+from tests.unit_tests.harness.odd_models import BUILDERS, Table
 from tests.unit_tests.harness.parity import TASKS, Case, check
 from tests.unit_tests.harness.rank_pool import RankPool
 from tests.unit_tests.harness.sharded import Sharding, build_sharded, full_grads, train_step
@@ -25,7 +25,7 @@ RANK_DEPENDENT = ["skipping", "skipping_reentrant", "skipping_non_reentrant", "c
 
 @pytest.mark.parametrize("task", [t for t in BUILDERS if t not in RANK_DEPENDENT and "reentrant" not in t])
 def test_unusual_control_flow_trains_like_one_process(ranks2: RankPool, task: str) -> None:
-    units = (TASKS[task].unit, MLPBlock) if TASKS[task].unit is SandwichBlock else (TASKS[task].unit,)
+    units = (TASKS[task].unit, MLPBlock, Table)
     check(
         ranks2,
         [
@@ -223,6 +223,16 @@ def test_steps_leave_nothing_behind(ranks2: RankPool) -> None:
 
 
 # ---- order ----
+
+
+def job_orphan() -> None:
+    case = Case(task="integers", sharding=Sharding(units=(MLPBlock,)))
+    module = build_sharded(TASKS["integers"].build, case.recipe, case.sharding)[0].module
+    module(torch.ones(2, 6))
+
+
+def test_a_module_does_not_outlive_its_sharded_model_unnoticed(ranks2: RankPool) -> None:
+    ranks2.run_expecting(RuntimeError, "blocks|keep a reference to the sharded model", job_orphan)
 
 
 def job_warnings(task: str) -> list[str]:

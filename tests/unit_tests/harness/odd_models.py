@@ -284,6 +284,35 @@ class StructuredOutput:
         return self.result * target
 
 
+class Table(nn.Module):
+    """A unit that returns its own weight, or a part of it, or both."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
+        self.kind = kind
+
+    def forward(self, rows: int) -> Any:
+        """`rows` rows, all of them, or the two one after the other."""
+        return {"rows": self.weight[:rows], "whole": self.weight, "both": (self.weight, self.weight[:rows])}[self.kind]
+
+
+class Lending(nn.Module):
+    """Weights leave the units that own them and are read later, in forward and in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(Table(kind) for kind in ("rows", "whole", "both"))
+        self.blocks = nn.ModuleList(_block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, 6), kept."""
+        rows, whole, (both, part) = (table(len(x)) for table in self.tables)
+        for block in self.blocks:
+            x = block(x)
+        return (x + rows) @ whole + x @ both + part
+
+
 def _recomputed(function: Any, x: torch.Tensor, recompute: Recompute | None) -> torch.Tensor:
     if recompute is None:
         return function(x)
@@ -304,6 +333,7 @@ BUILDERS: dict[str, tuple[Any, type]] = {
     "sandwich": (Sandwich, SandwichBlock),
     "branches": (Branches, MLPBlock),
     "structured": (Structured, StructuredBlock),
+    "lending": (Lending, Table),
 }
 for _kind in ("reentrant", "non_reentrant"):
     BUILDERS |= {

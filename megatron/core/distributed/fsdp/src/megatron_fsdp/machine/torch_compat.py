@@ -31,6 +31,11 @@ def premul_sum(factor: float) -> dist.ReduceOp:
     return dist._make_nccl_premul_sum(factor)
 
 
+def storage_id(tensor: torch.Tensor) -> int:
+    """What tells storages apart even while they are empty; a data pointer does not (`_cdata`: torch 2.0 to 2.13)."""
+    return tensor.untyped_storage()._cdata
+
+
 def local_tensor(dtensor: DTensor) -> torch.Tensor:
     """The local tensor object itself; `to_local()` gives an alias, and torch DCP reads attributes of the object."""
     return dtensor._local_tensor

@@ -36,26 +36,34 @@ class _UnitHooks:
     unit: weakref.ref[Unit]
 
     def pre_forward(self, module: nn.Module, args: tuple) -> None:
-        schedule, unit = self.schedule(), self.unit()
+        schedule, unit = self._alive()
         if in_backward():
             schedule.recompute_forward(unit)
         else:
             schedule.pre_forward(unit)
 
     def post_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        schedule, unit = self.schedule(), self.unit()
-        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
-        if outputs:
+        schedule, unit = self._alive()
+        tensors = list(tensors_in(output))
+        awaits_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        if awaits_backward:
             # The gradient of an input that is handed through arrives in another unit's turn.
             given = {id(value) for value in (*args, *kwargs.values())}
-            own = [tensor for tensor in outputs if id(tensor) not in given]
+            own = [tensor for tensor in tensors if tensor.grad_fn is not None and id(tensor) not in given]
             if own:
                 register_multi_grad_hook(own, self.pre_backward, mode="any")
         if unit.phase is not Phase.BACKWARD:
-            schedule.post_forward(unit, awaits_backward=bool(outputs))
+            schedule.post_forward(unit, awaits_backward=awaits_backward, lends=unit.lends(tensors))
 
     def pre_backward(self, grad: torch.Tensor) -> None:
-        self.schedule().pre_backward(self.unit())
+        schedule, unit = self._alive()
+        schedule.pre_backward(unit)
+
+    def _alive(self) -> tuple[Schedule, Unit]:
+        schedule, unit = self.schedule(), self.unit()
+        if schedule is None or unit is None:
+            raise RuntimeError("the MegatronFSDP that sharded this module is gone; keep a reference to the sharded model.")
+        return schedule, unit
 
 
 #: Objects that hold no output, however much they refer to.

@@ -48,6 +48,8 @@ class Schedule:
         self._in_flight: collections.deque[tuple[object, Event]] = collections.deque()
         self._installed: Event | None = None
         """Compute weights were written on the current stream; the next gather waits for it."""
+        self._lenders: dict[Unit, None] = {}
+        """Units that have returned views of their weights."""
         self._in_backward = False
         self._cursor = 0
         """Steps of the order's backward that have been taken."""
@@ -140,14 +142,23 @@ class Schedule:
             self._passed += 1
         self._gather_first(index + 1)
 
-    def post_forward(self, unit: Unit, *, awaits_backward: bool) -> None:
-        """The unit's module has run. The root stays gathered until its backward is over, if one may come."""
+    def post_forward(self, unit: Unit, *, awaits_backward: bool, lends: bool) -> None:
+        """The unit's module has run. The root stays gathered until its backward is over, if one may come.
+
+        So does a unit that `lends` its weights: what it returned views them.
+        """
         if unit.is_root:
             self._end_forward()
             if awaits_backward:
                 return
-        unit.enter(Phase.RESTING)
-        self._release(unit)
+            for other in self.units:
+                other.enter(Phase.RESTING)
+                self._release(other)
+        elif lends and self._in_forward:
+            self._lenders[unit] = None
+        else:
+            unit.enter(Phase.RESTING)
+            self._release(unit)
 
     def _end_forward(self) -> None:
         if self._in_forward:
@@ -186,10 +197,13 @@ class Schedule:
         return step.is_entry or not unit.backwards or unit.has_all_grads()
 
     def _begin_backward(self) -> None:
+        """**Collective**, if some unit lends its weights."""
         if not self._in_backward:
             self._in_backward = True
             self._cursor = 0
             on_backward_end(self.finish_backward)
+            for unit in self._lenders:  # others read their weights before their own turn comes
+                self._make_readable(unit)
 
     def pre_backward(self, unit: Unit) -> None:
         """The gradient of the unit's output is there. **Collective**."""
@@ -216,7 +230,8 @@ class Schedule:
                     self._gather(following)
             else:
                 self._reduce(unit)
-                self._end_unit(unit)
+                if unit not in self._lenders:
+                    self._end_unit(unit)
 
     def _end_unit(self, unit: Unit) -> None:
         if unit.phase is Phase.BACKWARD:

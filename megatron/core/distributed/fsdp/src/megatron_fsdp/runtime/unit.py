@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import weakref
+from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from megatron_fsdp.machine.device import Event
+from megatron_fsdp.machine.torch_compat import storage_id
 from megatron_fsdp.state.param_group import ParamGroup
 
 
@@ -80,6 +83,7 @@ class Unit:
         self.phase = Phase.RESTING
         self.trainable = [param.raw for param in params if param.raw.requires_grad]
         self.gather_event: Event | None = None
+        self._storages = {storage for group in groups for storage in group.gathered_storages}
         self.calls = 0
         """Forward calls inside the root's last forward."""
         self.backwards = 0
@@ -108,6 +112,11 @@ class Unit:
     def is_expected_in_backward(self) -> bool:
         """More of its own backward will come on this rank."""
         return self.calls > self.backwards and self.joins_backward
+
+    def lends(self, outputs: Iterable[torch.Tensor]) -> bool:
+        """Some of `outputs` are views of gathered weights, which others will read after the unit's forward."""
+        plain = (tensor for tensor in outputs if type(tensor) in (torch.Tensor, nn.Parameter))
+        return any(storage_id(tensor) in self._storages for tensor in plain if tensor.layout is torch.strided)
 
     def enter(self, phase: Phase) -> None:
         """Changes phase.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_fsdp.machine.allocator import StoragePool
+from megatron_fsdp.machine.torch_compat import storage_id
 from megatron_fsdp.plan.layout import Layout
 from megatron_fsdp.plan.strategy import REPLICATED, StrategyPlan
 from megatron_fsdp.state.codec import Shard, WeightCodec
@@ -97,6 +98,11 @@ class ParamGroup:
         total = sum(weight.nbytes for weight in self._weights)
         total += 0 if self._shares_main else self.main_weight_buffer.nbytes
         return total + (self.main_grad.buffer.nbytes if self.main_grad is not None else 0)
+
+    @property
+    def gathered_storages(self) -> set[int]:
+        """The storages that a gather fills and a release empties."""
+        return {storage_id(full.data) for full in self._full} if self.plan.gathers_weights else set()
 
     @property
     def gathered_nbytes(self) -> int:
