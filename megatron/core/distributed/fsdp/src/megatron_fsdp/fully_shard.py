@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_fsdp.config import (
     ShardingStrategy,
     strategy_name,
 )
-from megatron_fsdp.machine.device import default_device_type
+from megatron_fsdp.machine.device import default_device_type, join_device
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.megatron_fsdp import MegatronFSDP, check_arguments
 from megatron_fsdp.optimizer import fully_shard_optimizer
@@ -203,12 +204,22 @@ def _make_index(given: MeshArguments, *, outer_shards: bool) -> FSDPDistributedI
     return FSDPDistributedIndex(**arguments, hsdp_outer_dp_shard=outer_shards)
 
 
+def _join_launcher() -> None:
+    """Initialises torch.distributed among the processes that torchrun started, as torch's own meshes do. **Collective**.
+
+    Raises:
+        RuntimeError: no launcher has said who the others are.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise RuntimeError("torch.distributed is not initialised; launch with torchrun, or call init_process_group() first.")
+    join_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if default_device_type() == "cuda" else "gloo")
+
+
 def _default_mesh(given: MeshArguments) -> MeshArguments:
     """A mesh of all ranks in one dimension, beside a tensor-parallel one of size 1. **Collective**."""
     if not dist.is_initialized():
-        raise RuntimeError(
-            "torch.distributed is not initialised; launch with torchrun and call init_process_group() first."
-        )
+        _join_launcher()
     dims = (given.dp_shard_dim or "fsdp", given.tp_dim or "tp")
     if dims[0] == dims[1]:
         raise ValueError(f"dp_shard_dim and tp_dim are both {dims[0]!r}; give them different names.")

@@ -84,3 +84,9 @@ class Device:
 def default_device_type() -> str:
     """The mesh's device type when the user names none."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def join_device(local_rank: int) -> None:
+    """Makes this process's CUDA device current, unless the process has chosen one already; nothing on the CPU."""
+    if torch.cuda.is_available() and not torch.cuda.is_initialized():
+        torch.cuda.set_device(local_rank)

@@ -45,6 +45,9 @@ class MainGrad:
         """The part of the buffer that the optimizer reads once the state is FINAL."""
         self.state = GradState.EMPTY
         self._aside: torch.Tensor | None = None
+        """The reduced part of an earlier cycle that was set aside."""
+        self._spent: torch.Tensor | None = None
+        """A part that has been added again: kept until the stream that allocated it has waited for the addition."""
         self._staged: FlatBuffer | None = None
         # Worked out once: this is needed of every parameter in every backward, and the host must run ahead.
         self._places = [(slot.start, slot.end, slot.shape) for slot in facts.layout.slots]
@@ -106,7 +109,7 @@ class MainGrad:
     def _restart_if_final(self) -> None:
         """Opens a finalized buffer for accumulation, its reduced part set aside."""
         if self.state is GradState.FINAL and not self._plan.accumulates_final_values:
-            self._aside = self.final.data.clone()
+            self._aside, self._spent = self.final.data.clone(), None
             self.state = GradState.EMPTY
 
     # -- across ranks -------------------------------------------------------------------------------------------
@@ -142,7 +145,7 @@ class MainGrad:
             self.buffer.data.mul_(scale.pre)  # experts without a peer still share their data with all dense ranks
         if self._aside is not None:
             self.final.data.add_(self._aside)
-            self._aside = None
+            self._aside, self._spent = None, self._aside
         self.state = GradState.FINAL
 
     def _reduce_deferred(self, scale: GradScale) -> None:
@@ -167,7 +170,7 @@ class MainGrad:
     def reset(self) -> None:
         """Forgets the gradient: the next one overwrites it, so nothing needs to be zeroed."""
         self.state = GradState.EMPTY
-        self._aside = None
+        self._aside = self._spent = None
         self._staged = None
 
     def scale(self, factor: float | torch.Tensor) -> None:
