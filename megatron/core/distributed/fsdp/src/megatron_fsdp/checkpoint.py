@@ -32,6 +32,11 @@ class StateDictHooks:
         }
         self._showed_raw: list = []
 
+    def __deepcopy__(self, memo: dict) -> StateDictHooks:
+        raise NotImplementedError(
+            "a sharded module cannot be deep-copied; copy it before sharding, or copy its state_dict()."
+        )
+
     def install(self, root: nn.Module) -> None:
         """Registers the hooks on the inner root module."""
         root.register_state_dict_pre_hook(self.before_state_dict)

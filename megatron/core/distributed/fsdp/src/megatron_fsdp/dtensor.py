@@ -40,6 +40,9 @@ class ShardSpec:
         self.first_row, self.row_count = rows.first, rows.count
         self.local_shape = (rows.count, *self.shape[1:]) if self.shape else self.shape
 
+    def __deepcopy__(self, memo: dict) -> ShardSpec:
+        return self  # it describes a place; copies of tensors share it
+
     @property
     def is_sharded(self) -> bool:
         """The tensor is split over ranks."""
@@ -206,7 +209,6 @@ def make_sharded_param(param: ManagedParam, group: ParamGroup, slot: int, index:
     sharded.megatron_fsdp_slice = spec.flat_slice
     sharded.megatron_fsdp_dist_index = index
     sharded.megatron_fsdp_spec = spec
-    sharded.orig_param = weakref.proxy(param.raw)
     return sharded
 
 

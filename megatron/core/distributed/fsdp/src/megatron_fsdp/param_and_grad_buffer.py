@@ -49,7 +49,12 @@ class ParamAndGradBuffer:
 
     @torch.no_grad()
     def update_main_grads(self) -> None:
-        """Attaches every finalized gradient to its sharded parameter, on every rank; others get None."""
+        """Attaches every finalized gradient to its sharded parameter, on every rank; others get None.
+
+        Raises:
+            RuntimeError: a parameter has been frozen or unfrozen since it was sharded.
+        """
+        self._check_frozenness()
         for group, param in self.trained():
             sharded = param.sharded
             if group.main_grad.state is not GradState.FINAL:
@@ -60,6 +65,14 @@ class ParamAndGradBuffer:
                 sharded.grad = self._shared_grad(group, sharded)
             else:
                 sharded.grad = grad_of(sharded, group.main_grad.final, sharded.dtype)
+
+    def _check_frozenness(self) -> None:
+        for param in self.managed_params:
+            if param.sharded.requires_grad != param.raw.requires_grad:
+                raise RuntimeError(
+                    f"{param.fqn}.requires_grad has become {param.sharded.requires_grad} after sharding, which decides "
+                    "once whether there is a gradient; freeze parameters before sharding."
+                )
 
     def _shared_grad(self, group: ParamGroup, sharded: nn.Parameter) -> torch.Tensor:
         if id(sharded) not in self._shared_grads:

@@ -61,6 +61,9 @@ class FSDPDistributedIndex:
         self.expt_outer_fsdp_group = expt_device_mesh[dp_outer_dim].get_group() if has_expert_outer else None
         self._check_groups()
 
+    def __deepcopy__(self, memo: dict) -> FSDPDistributedIndex:
+        return self  # process groups cannot be copied; parameters carry this object, and can
+
     def _check_names(self) -> None:
         if self.dp_shard_dim is None:
             raise ValueError("dp_shard_dim is None; name the dimension of device_mesh over which to shard parameters.")
