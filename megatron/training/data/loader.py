@@ -1,6 +1,8 @@
 """From a data set to the tensors of a micro-batch, resumable by the number of consumed samples alone."""
 
+import os
 import signal
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -140,7 +142,19 @@ def get_batch(stream: Iterator[Sample], device: torch.device) -> Batch:
 
 
 def _leave_interrupts_to_the_trainer(worker: int) -> None:
-    """Ctrl-C reaches the whole process group; only the trainer should act on it."""
+    """Ctrl-C and a launcher's SIGTERM reach the whole process group; only the trainer should act on them.
+
+    A trainer that saves before it ends needs its readers until then. One that dies without a word is noticed by
+    torch's own watchdog, which looks for the parent every few seconds.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A trainer's own handler (save, then exit) is inherited by fork and would make its readers impossible to end.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Blocked, and so pending until the thread takes it; threads started later inherit that.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_when_the_trainer_says_so, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_when_the_trainer_says_so(trainer: int) -> None:
+    """A trainer that exits without closing its loaders terminates its readers, and waits for them."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
+        pass
+    os._exit(0)
