@@ -55,7 +55,7 @@ class StateDictHooks:
     def after_state_dict(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict
     ) -> None:
-        """Makes every shard's `full_tensor` right, tells torch DCP where it lies, and takes out what DCP cannot store."""
+        """Makes every `full_tensor` right, tells torch DCP where shards lie, and takes out what it cannot store."""
         for unit in self._showed_raw:
             unit.show_raw()
         self._showed_raw = []

@@ -205,13 +205,15 @@ def _make_index(given: MeshArguments, *, outer_shards: bool) -> FSDPDistributedI
 
 
 def _join_launcher() -> None:
-    """Initialises torch.distributed among the processes that torchrun started, as torch's own meshes do. **Collective**.
+    """Initialises torch.distributed among the processes that torchrun started, as torch's meshes do. **Collective**.
 
     Raises:
         RuntimeError: no launcher has said who the others are.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        raise RuntimeError("torch.distributed is not initialised; launch with torchrun, or call init_process_group() first.")
+        raise RuntimeError(
+            "torch.distributed is not initialised; launch with torchrun, or call init_process_group() first."
+        )
     join_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if default_device_type() == "cuda" else "gloo")
 

@@ -152,10 +152,11 @@ class MegatronFSDP(nn.Module):
         root_params: Collection[nn.Parameter] = (),
     ):
         options = {name: value for name, value in locals().items() if name != "self"}
-        if dist_index.tp_dim is not None and dist_index.get_submesh(dist_index.tp_dim).size() > 1:
+        tp_size = dist_index.get_submesh(dist_index.tp_dim).size() if dist_index.tp_dim is not None else 1
+        if tp_size > 1:
             raise NotImplementedError(
-                f"tp_dim={dist_index.tp_dim!r} has {dist_index.get_submesh(dist_index.tp_dim).size()} ranks; tensor-parallel "
-                "parameters are not supported yet: their state dict could not name both axes. Use a dimension of 1 rank."
+                f"tp_dim={dist_index.tp_dim!r} has {tp_size} ranks; tensor-parallel parameters are not supported yet: "
+                "their state dict could not name both axes. Use a dimension of 1 rank."
             )
         super().__init__()
         has_expert_mesh = dist_index.expt_fsdp_group is not None

@@ -195,7 +195,7 @@ def _unbound(method: Callable) -> Callable:
 
 
 class _WeakMethod:
-    """A bound method for its own object to hold: a real one would be a cycle, and the model would outlive its last use."""
+    """A bound method for its own object to hold; a real one would be a cycle, and the model outlive its last use."""
 
     def __init__(self, function: Callable, owner: Any):
         self.__func__ = function  # read by learning-rate schedulers

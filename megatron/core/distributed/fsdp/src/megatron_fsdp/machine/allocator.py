@@ -42,7 +42,8 @@ class ResizePool:
 
     def release(self, tensor: torch.Tensor) -> None:
         """Frees on the current stream."""
-        # Autograd may hold views of this storage; emptying it frees the memory and keeps their identity for the re-gather.
+        # Autograd may hold views of this storage; emptying it frees the memory and keeps their identity for the next
+        # gather.
         tensor.untyped_storage().resize_(0)
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -51,7 +52,7 @@ class ResizePool:
 
 
 class PoisonPool(ResizePool):
-    """Never frees: fills with NaN what is handed out and what is given back, so that a stale read cannot go unnoticed."""
+    """Never frees: fills with NaN what is handed out and what is given back, so that no stale read goes unnoticed."""
 
     def reserve(self, key: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor whose storage stays, poisoned."""

@@ -18,6 +18,15 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def awaits_gradient(leaf: torch.Tensor) -> bool:
+    """True if the graph task that runs now will still bring, or has brought, a gradient to `leaf`.
+
+    torch answers this for a node with `torch._C._will_engine_execute_node`, on which its own `register_multi_grad_hook`
+    builds (torch 2.1 to 2.13).
+    """
+    return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+
+
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Runs `callback` when the current graph task is finished; call it inside one.
 
@@ -27,7 +36,7 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 
 
 def premul_sum(factor: float) -> dist.ReduceOp:
-    """NCCL's sum of inputs multiplied by `factor`; `_make_nccl_premul_sum` is its only constructor (torch 1.13 to 2.13)."""
+    """NCCL's sum of inputs multiplied by `factor`; it has no other constructor (torch 1.13 to 2.13)."""
     return dist._make_nccl_premul_sum(factor)
 
 

@@ -109,7 +109,8 @@ def _split_by_padding(specs: Sequence[ParamSpec], members: list[int], shard_coun
     for index in by_cost:
         for part in parts:
             grown = sorted([*part, index])
-            if _wasted(specs, grown, shard_count) <= _wasted(specs, part, shard_count) + _wasted(specs, [index], shard_count):
+            apart = _wasted(specs, part, shard_count) + _wasted(specs, [index], shard_count)
+            if _wasted(specs, grown, shard_count) <= apart:
                 part[:] = grown
                 break
         else:

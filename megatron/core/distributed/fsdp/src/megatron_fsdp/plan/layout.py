@@ -106,7 +106,9 @@ def plan_layout(
     """
     atom_rows = [1] * len(shapes) if atom_rows is None else list(atom_rows)
     pieces = [_Piece.of(i, tuple(shape), rows) for i, (shape, rows) in enumerate(zip(shapes, atom_rows, strict=True))]
-    orders = [pieces, sorted(pieces, key=lambda p: (-p.atom, p.index)), sorted(pieces, key=lambda p: (-p.numel, p.index))]
+    by_atom = sorted(pieces, key=lambda piece: (-piece.atom, piece.index))
+    by_numel = sorted(pieces, key=lambda piece: (-piece.numel, piece.index))
+    orders = (pieces, by_atom, by_numel)
     shard_size, starts = min((_pack(order, shard_count) for order in orders), key=lambda packed: packed[0])
     slots = tuple(Slot(tuple(shape), starts[i]) for i, shape in enumerate(shapes))
     return Layout(slots, shard_size * shard_count, shard_count)

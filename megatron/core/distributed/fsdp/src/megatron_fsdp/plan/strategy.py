@@ -147,7 +147,7 @@ def moves(source: AxisPair, target: AxisPair) -> tuple[tuple[int, Placement, Pla
     Towards SHARD the inner axis is cut first, towards REPLICATE the outer axis is gathered first: the global order of
     shards is inner-major, so any other order would leave a rank with a piece that is not contiguous.
     """
-    gathers = any(a is S and b is R for a, b in zip(source, target))
+    gathers = any(a is S and b is R for a, b in zip(source, target, strict=True))
     order = (0, 1) if gathers else (1, 0)
     return tuple((axis, source[axis], target[axis]) for axis in order if source[axis] is not target[axis])
 

@@ -83,7 +83,7 @@ class FlatBuffer:
         return FlatBuffer(self.layout, self.axes, placement, self.data[lo - base : hi - base])
 
     def gather_from(self, source: FlatBuffer) -> None:
-        """Fills this buffer from `source`, which holds a smaller piece (perhaps a part of this buffer). **Collective**."""
+        """Fills this buffer from `source`, which holds a smaller piece, perhaps of this buffer. **Collective**."""
         current = source
         steps = moves(source.placement, self.placement)
         for number, (axis, before, after) in enumerate(steps):
