@@ -64,40 +64,26 @@ def fully_shard_model(
     cuda_graph_mode: bool = False,
     maxpool_double_buffer: bool = False,
 ) -> MegatronFSDP:
-    """Shards `module` over the data-parallel ranks. **Collective**: all of them call it, with the same arguments.
-
-    All ranks start from the first rank's values.
+    """Shards `module` over the data-parallel ranks, from the first one's values. **Collective**, with equal arguments.
 
     Args:
         module: the model; reachable afterwards as `.module`.
-        device_mesh: mesh with named dimensions; None: all ranks in one dimension.
-        dp_shard_dim: dimension over which parameters are sharded; required with `device_mesh`.
-        dp_outer_dim: outer data-parallel dimension, for hybrid sharding.
-        tp_dim: tensor-parallel dimension.
-        hybrid_fsdp_group: all ranks of outer x shard; required with `dp_outer_dim`.
-        hybrid_fsdp_expt_group: the same for expert parameters.
-        expt_device_mesh: mesh of the expert parameters.
-        fsdp_group_ag: a communicator of its own for gathers, over the ranks of `dp_shard_dim`.
-        expt_fsdp_group_ag: the same for expert parameters.
-        fsdp_unit_modules: classes or import paths of the modules that are gathered and released as one; None or
-            empty: the whole model is one unit.
+        device_mesh, dp_shard_dim, dp_outer_dim, tp_dim, hybrid_fsdp_group, hybrid_fsdp_expt_group, expt_device_mesh,
+            fsdp_group_ag, expt_fsdp_group_ag: see `FSDPDistributedIndex`; no mesh: all ranks in one dimension.
+        fsdp_unit_modules: classes or import paths of what is gathered and released as one; None: the whole model.
         zero_dp_strategy: no_shard (0), optim (1), optim_grads (2) or optim_grads_params (3).
         outer_dp_sharding_strategy: no_shard (0) or, with strategy 3 inside, optim (1).
         device: where to compute; None: the current CUDA device, or the CPU where there is none.
         init_model_with_meta_device: the model is on the meta device; initialise it unit by unit.
         mixed_precision_policy: dtypes of main weights, gradients and reductions.
-        overlap_grad_reduce: reduce while backward runs (always, for strategies 2 and 3).
-        overlap_param_gather: gather ahead (always, for strategy 3).
         sync_model_each_microbatch: gradients are reduced and attached at the end of every backward.
         preproc_state_dict_for_dcp_ckpt: prepare `state_dict()` for torch DCP.
         report_nan_in_param_grad: raise when a parameter's gradient is not finite.
-        average_in_collective: average inside the reduction.
-        disable_bucketing: never cut the root's groups.
-        calculate_per_token_loss: sum gradients; the caller scales them.
-        keep_fp8_transpose_cache, nccl_ub, fsdp_double_buffer, fsdp_db_use_persist_buf_on_alloc_fail,
-            disable_symmetric_registration, enable_fine_grained_param_gather, cuda_graph_mode, maxpool_double_buffer:
-            see `DistributedDataParallelConfig`.
-        use_decoupled_grad: attach gradients as `param.decoupled_grad`.
+        disable_bucketing, calculate_per_token_loss: see `MegatronFSDP`.
+        overlap_grad_reduce, overlap_param_gather, average_in_collective, keep_fp8_transpose_cache, nccl_ub,
+            fsdp_double_buffer, fsdp_db_use_persist_buf_on_alloc_fail, disable_symmetric_registration,
+            enable_fine_grained_param_gather, use_decoupled_grad, cuda_graph_mode, maxpool_double_buffer: see
+            `DistributedDataParallelConfig`.
 
     Raises:
         ValueError, TypeError, ImportError: a mistake in the arguments, on every rank before anything is communicated.
