@@ -20,6 +20,13 @@ def any_rank(is_true: bool, device: torch.device) -> bool:
     return bool(flag.item())
 
 
+def reason(error: OSError | ValueError) -> str:
+    """The message of `error` for a user: sentences as they are, the system's errors with the path first."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 def on_first_rank(function: Callable[[], Value], device: torch.device) -> Value:
     """What `function` gives on rank 0, on every rank; if it fails there, every rank raises. **Collective.**
 
@@ -32,7 +39,7 @@ def on_first_rank(function: Callable[[], Value], device: torch.device) -> Value:
             answer[0] = function()
         except (OSError, ValueError) as error:
             cause = error
-            answer[1] = f"{type(error).__name__}: {error}"
+            answer[1] = reason(error)
     dist.broadcast_object_list(answer, src=0, device=device)
     if answer[1] is not None:
         raise FirstRankError(str(answer[1])) from cause

@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from megatron.training.agree import on_first_rank
 from megatron.training.checkpoint.contents import Parts, contents, flattened, rank_key
-from megatron.training.checkpoint.paths import folder_to_load
+from megatron.training.checkpoint.damage import what_failed
+from megatron.training.checkpoint.paths import damaged, folder_to_load
 from megatron.training.checkpoint.random_state import restore
+from megatron.training.checkpoint.schedule import load_schedule
 from megatron.training.launch import RunError
 from megatron.training.state import Run
 
@@ -84,7 +86,7 @@ def load_checkpoint(run: Run) -> bool:
     Raises:
         MissingCheckpointError: there was nothing, and that is not allowed.
         ValueError: the checkpoint does not fit the run; every name that differs is listed.
-        FirstRankError: there is no such checkpoint.
+        FirstRankError: there is no such checkpoint, or it is damaged.
     """
     checkpoint = run.config.checkpoint
     if checkpoint.load is None:
@@ -124,11 +126,15 @@ def _read(run: Run, folder: Path, parts: Parts) -> None:
     if difference:
         logger.warning("%s does not fit the run, which keeps its own values:\n%s", folder, difference)
         values = _without(values, set(difference.missing))
-    dcp.load(values, checkpoint_id=str(folder), planner=DataOnlyPlanner())
+    try:
+        dcp.load(values, checkpoint_id=str(folder), planner=DataOnlyPlanner())
+    except CheckpointException as error:  # Raised on every rank, whichever failed.
+        raise ValueError(damaged(folder, what_failed(error))) from error
     run.model.load_state_dict(values["model"], strict=False)
     if parts.optimizer:
+        own_groups = [dict(group) for group in run.optimizer.param_groups]
         run.optimizer.load_fqn_state_dict(_with_own_state(run.optimizer.fqn_state_dict(), values["optimizer"]))
-        _load_schedule(run, values["opt_param_scheduler"])
+        load_schedule(run, values["opt_param_scheduler"], own_groups)
     if parts.progress:
         run.state.load_state_dict({**run.state.state_dict(), **values["progress"]})
     if parts.rng:
@@ -196,16 +202,3 @@ def _with_own_state(own: dict[str, Any], read: Mapping[str, Any]) -> dict[str, A
             options[name] = next((options[other] for other in group if options.get(other)), current)
     state = {name: read["state"].get(name) or value for name, value in own["state"].items()}
     return {**own, **read, "state": state, "param_to_group_meta": options}
-
-
-def _load_schedule(run: Run, saved: Mapping[str, Any]) -> None:
-    saved = dict(saved)
-    if run.scheduler.wd_incr_style == "constant":
-        saved["wd_incr_steps"] = run.scheduler.wd_incr_steps  # How long it stays the same is no difference.
-    try:
-        run.scheduler.load_state_dict(saved)
-    except AssertionError as error:
-        raise ValueError(
-            f"the schedule is not the checkpoint's: {error}; pass --override-opt-param-scheduler to take this run's or "
-            "--use-checkpoint-opt-param-scheduler to take the checkpoint's"
-        ) from None

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from megatron.training.checkpoint.damage import damage
+
 TRACKER = "latest_checkpointed_iteration.txt"
 """Names the latest iteration; written last, so that it never names half a checkpoint."""
 RUN_CONFIG = "run_config.yaml"
@@ -47,13 +49,33 @@ def folder_to_load(root: Path, step: int | None) -> Path | None:
     """The checkpoint of iteration `step`, or the latest one; None if there is none at all.
 
     Raises:
-        ValueError: the one that is asked for is not there.
+        ValueError: the one that is asked for is not there, or damaged, or nothing says which one is the latest.
     """
     wanted = read_tracker(root) if step is None else step
     if wanted is None:
+        if there := sorted(path.name for path in root.glob("iter_*")):
+            raise ValueError(
+                f"{root} has no {TRACKER}, but {', '.join(there)}; pass --ckpt-step to choose an iteration "
+                f"({complete_iterations(root)}), or another --load"
+            )
         return None
     folder = root / RELEASE if wanted == RELEASE else iteration_folder(root, wanted)
-    if not (folder / ".metadata").exists():
-        there = sorted(path.name for path in root.glob("iter_*") if (path / ".metadata").exists())
-        raise ValueError(f"{folder} is no complete fsdp_dtensor checkpoint; {root} has {', '.join(there) or 'none'}")
+    if not folder.exists():
+        raise ValueError(f"{folder} does not exist; {complete_iterations(root)}")
+    if problem := damage(folder):
+        raise ValueError(damaged(folder, problem))
     return folder
+
+
+def damaged(folder: Path, problem: str) -> str:
+    """The sentence for a checkpoint that cannot be read, and what to do."""
+    return (
+        f"{folder} is no complete fsdp_dtensor checkpoint: {problem}; {complete_iterations(folder.parent, folder)}, "
+        "which --ckpt-step chooses"
+    )
+
+
+def complete_iterations(root: Path, except_for: Path | None = None) -> str:
+    """Which checkpoints below `root` can be read."""
+    found = [path.name for path in sorted(root.glob("iter_*")) if path != except_for and damage(path) is None]
+    return f"complete {'besides' if except_for else 'there'}: {', '.join(found) or 'none'}"

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,7 @@ def test_a_missing_checkpoint(mcore_ranks1, saved, tmp_path):
     assert len(anew.losses) == 3
     must = f"--load {tmp_path} --exit-on-missing-checkpoint"
     mcore_ranks1.run_expecting(RunError, "--load .* has no checkpoint", run_all, must)
-    message = r"iter_0000007 is no complete fsdp_dtensor checkpoint; .* has iter_0000001, iter_0000002"
+    message = r"iter_0000007 does not exist; complete there: iter_0000001, iter_0000002"
     mcore_ranks1.run_expecting(RunError, message, run_all, f"--load {folder} --ckpt-step 7")
 
 
@@ -144,6 +145,70 @@ def test_the_loss_scale_is_resumed(mcore_ranks1, tmp_path):
     assert resumed.losses == whole.losses[1:]
     scales = [re.findall("loss scale: ([0-9.]+)", run.output) for run in (whole, resumed)]
     assert scales[1] == scales[0][1:]
+
+
+def test_a_schedule_that_differs_is_told_in_the_runs_own_units(mcore_ranks1, saved):
+    _, folder = saved
+    load = f"--load {folder} "
+    message = (
+        "the schedule is not the checkpoint's: --lr is 0.02, the checkpoint's is 0.01; "
+        "--lr-decay-iters is 5, the checkpoint's is 3; pass the checkpoint's values, or"
+    )
+    mcore_ranks1.run_expecting(RunError, message, run_all, load + "--lr 0.02 --train-iters 5")
+    mcore_ranks1.run_expecting(
+        RunError, "--weight-decay is 0.5, the checkpoint's is 0.01", run_all, load + "--weight-decay 0.5"
+    )
+
+
+def test_an_overridden_schedule_holds_and_a_taken_one_too(mcore_ranks1, saved):
+    _, folder = saved
+    flags = f"--load {folder} --lr 0.5 --min-lr 0.25 --train-iters 4 "
+    ours, theirs = mcore_ranks1.run(
+        run_all, flags + "--override-opt-param-scheduler", flags + "--use-checkpoint-opt-param-scheduler"
+    )[0]
+    rates = [re.findall("learning rate: ([0-9.E+-]+)", each.output) for each in (ours, theirs)]
+    assert float(rates[0][-1]) == 0.25 and float(rates[1][-1]) == 1e-3
+
+
+CONSTANT = "--lr-decay-style constant "
+
+
+def test_a_constant_rate_needs_no_flag_for_a_longer_run(mcore_ranks1, tmp_path):
+    flags = CONSTANT + "--train-iters 6 "
+    whole, _, resumed = mcore_ranks1.run(
+        run_all, flags, CONSTANT + f"--save {tmp_path}", flags + f"--load {tmp_path} --lr-warmup-iters 1 --min-lr 0"
+    )[0]
+    assert resumed.losses == whole.losses[3:]
+    warming = CONSTANT + f"--load {tmp_path} --train-iters 6 --lr-warmup-iters 4"
+    mcore_ranks1.run_expecting(RunError, "--lr-warmup-iters is 4, the checkpoint's is 2", run_all, warming)
+
+
+@pytest.fixture
+def damageable(saved, tmp_path):
+    """A copy of a folder with checkpoints of iterations 1 and 2."""
+    return Path(shutil.copytree(saved[1], tmp_path / "damaged"))
+
+
+OTHERS = "; complete besides: iter_0000001, which --ckpt-step chooses"
+
+
+def test_a_damaged_checkpoint_is_one_sentence(mcore_ranks1, damageable):
+    from megatron.training.checkpoint.paths import folder_to_load
+
+    data = damageable / "iter_0000002" / "__0_0.distcp"
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-100])
+    message = rf"iter_0000002 is no complete fsdp_dtensor checkpoint: __0_0.distcp has \d+ of {len(whole)} bytes{OTHERS}"
+    mcore_ranks1.run_expecting(RunError, message, run_all, f"--load {damageable}")
+    data.write_bytes(b"\xff" * len(whole))
+    message = f"iter_0000002 is no complete fsdp_dtensor checkpoint: rank 0 cannot read it [(][^\n]*[)]{OTHERS}"
+    mcore_ranks1.run_expecting(RunError, message, run_all, f"--load {damageable}")
+    data.unlink()
+    with pytest.raises(ValueError, match="__0_0.distcp is missing" + OTHERS):
+        folder_to_load(damageable, None)
+    (damageable / "iter_0000002" / ".metadata").write_bytes(b"half")
+    with pytest.raises(ValueError, match=".metadata cannot be read .*" + OTHERS):
+        folder_to_load(damageable, None)
 
 
 def interrupted_save(folder: Path) -> list[str]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron.training.launch import RunError
 from tests.unit_tests.training.runs import Outcome, train
 
 ITERATIONS = "--train-iters 12 "
@@ -71,3 +72,10 @@ def test_resumes_on_more_ranks(mcore_ranks2, mcore_ranks1, tmp_path):
     whole, _ = mcore_ranks1.run(jobs, flags, flags + NO_SHARD + f"--exit-interval 2 --save {tmp_path}")[0]
     (resumed,) = mcore_ranks2.run(jobs, flags + f"--load {tmp_path}")[0]
     assert close(resumed.losses, whole.losses[2:])
+
+
+def test_iterations_without_the_file_that_names_the_latest(mcore_ranks2, tmp_path):
+    """Starting anew would write over them."""
+    (tmp_path / "iter_0000004").mkdir()
+    message = "^/.* has no latest_checkpointed_iteration.txt, but iter_0000004; pass --ckpt-step"
+    mcore_ranks2.run_expecting(RunError, message, jobs, f"--train-iters 2 --load {tmp_path}")
