@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Shard as TorchShard
 
 from tests.unit_tests.harness.communication import no_collectives
+from tests.unit_tests.harness.mistakes import Mistake, assert_each_raises
 from tests.unit_tests.harness.models import OddShapes
 from tests.unit_tests.harness.reference import DtypePolicy
 from tests.unit_tests.harness.sharded import Sharding, shard
@@ -321,20 +322,19 @@ def load_wrong(what: str, strict: bool = True) -> Any:
     return model.module.load_state_dict(state, strict=strict)
 
 
-@pytest.mark.parametrize(
-    ("what", "error", "message"),
-    [
-        ("missing", RuntimeError, r'Missing key\(s\) in state_dict: "shift", "block.cube"'),
-        ("unexpected", RuntimeError, r'Unexpected key\(s\) in state_dict: "block.extra"'),
-        ("misshapen", RuntimeError, r"size mismatch for block.cube: .*\[3, 5, 8\].*\[3, 5, 7\]"),
-        ("a shard", RuntimeError, r"size mismatch for block.cube"),
-        ("assign", ValueError, r"assign=True\) would detach sharded parameters.*use assign=False"),
-        ("another cut", ValueError, r"block.cube of shape \(3, 5, 7\) has .*give full tensors"),
-        ("wrapper's names", RuntimeError, r'Missing key\(s\) in state_dict: "module\.'),
-    ],
-)
-def test_a_state_dict_that_does_not_fit_is_an_error_on_every_rank(ranks2, what, error, message):
-    ranks2.run_expecting(error, message, load_wrong, what)
+MISFITS = [
+    ("missing", RuntimeError, r'Missing key\(s\) in state_dict: "shift", "block.cube"'),
+    ("unexpected", RuntimeError, r'Unexpected key\(s\) in state_dict: "block.extra"'),
+    ("misshapen", RuntimeError, r"size mismatch for block.cube: .*\[3, 5, 8\].*\[3, 5, 7\]"),
+    ("a shard", RuntimeError, r"size mismatch for block.cube"),
+    ("assign", ValueError, r"assign=True\) would detach sharded parameters.*use assign=False"),
+    ("another cut", ValueError, r"block.cube of shape \(3, 5, 7\) has .*give full tensors"),
+    ("wrapper's names", RuntimeError, r'Missing key\(s\) in state_dict: "module\.'),
+]
+
+
+def test_a_state_dict_that_does_not_fit_is_an_error_on_every_rank(ranks2):
+    assert_each_raises(ranks2, [Mistake(load_wrong, (what,), *error) for what, *error in MISFITS])
 
 
 def load_leniently() -> tuple[list[str], list[str]]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron_fsdp.state.param_tags import PARAM_TAGS
 from tests.unit_tests.harness.communication import no_collectives
+from tests.unit_tests.harness.mistakes import Mistake, assert_each_raises
 from tests.unit_tests.harness.models import (
     OddModel,
     OddShapes,
@@ -268,15 +269,14 @@ def shard_helpless(kind):
             shard_meta(on_meta(nn.Linear, 3, 3), strategy=0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("no reset", r"needs a reset_parameters\(\) method .* missing on Helpless \(1\), Helpless \(2.x\)"),
-        ("no reset of a buffer", r"missing on Helpless \(1\)"),
-        ("not asked for", "weight is on the meta device; pass init_model_with_meta_device=True"),
-        ("buffer not asked for", "1.frequency is on the meta device; pass init_model_with_meta_device=True"),
-        ("nothing sharded", "zero_dp_strategy='no_shard' keeps the whole model on each"),
-    ],
-)
-def test_mistakes_are_named_on_every_rank_before_anything_is_communicated(ranks2, kind, message):
-    ranks2.run_expecting(ValueError, message, shard_helpless, kind)
+MISTAKES = [
+    ("no reset", r"needs a reset_parameters\(\) method .* missing on Helpless \(1\), Helpless \(2.x\)"),
+    ("no reset of a buffer", r"missing on Helpless \(1\)"),
+    ("not asked for", "weight is on the meta device; pass init_model_with_meta_device=True"),
+    ("buffer not asked for", "1.frequency is on the meta device; pass init_model_with_meta_device=True"),
+    ("nothing sharded", "zero_dp_strategy='no_shard' keeps the whole model on each"),
+]
+
+
+def test_mistakes_are_named_on_every_rank_before_anything_is_communicated(ranks2):
+    assert_each_raises(ranks2, [Mistake(shard_helpless, (kind,), ValueError, message) for kind, message in MISTAKES])

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp import FSDPDistributedIndex, MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.machine.collectives import Axis
+from tests.unit_tests.harness.mistakes import Mistake, assert_each_raises
 from tests.unit_tests.harness.models import TinyMLP, float_batches, square_loss
 
 #: world size, shape of (dp_outer, dp_shard, cp, tp)
@@ -240,27 +241,26 @@ def make_wrong(what):
     FSDPDistributedIndex(**wrong[what])
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("no shard dim", "dp_shard_dim is None; name the dimension"),
-        ("unknown shard dim", r"dp_shard_dim='fsdp' is not a dimension of device_mesh, which has \('dp_outer', "),
-        ("unknown tp dim", "tp_dim='model' is not a dimension of device_mesh"),
-        ("outer alone", "dp_outer_dim is given without hybrid_fsdp_group; hybrid sharding needs both"),
-        ("group alone", "hybrid_fsdp_group is given without dp_outer_dim"),
-        ("unknown outer dim", "dp_outer_dim='dp_inter' is not a dimension"),
-        ("wrong hybrid group", "hybrid_fsdp_group has 2 ranks; expected 4: all ranks of 'dp_outer' x 'dp_shard'"),
-        ("wrong gather group", "fsdp_group_ag must hold the same ranks"),
-        ("expert gather group alone", "expt_fsdp_group_ag must hold the same ranks"),
-        ("expert mesh without the dim", "dp_shard_dim='dp_shard' is not a dimension of expt_device_mesh"),
-        ("expert mesh without its hybrid group", "expt_device_mesh and dp_outer_dim need hybrid_fsdp_expt_group"),
-        ("wrong expert hybrid group", "hybrid_fsdp_expt_group has 4 ranks; expected 2"),
-        ("outer behind shard", r"has no sub-mesh of \('dp_shard', 'dp_outer'\); the outer dimension must come first"),
-        ("same dim twice", "dp_shard_dim and dp_outer_dim are both 'dp_shard'"),
-    ],
-)
-def test_mistakes_in_the_mesh_are_named_on_every_rank(ranks4, what, message):
-    ranks4.run_expecting(ValueError, message, make_wrong, what)
+MISTAKES = [
+    ("no shard dim", "dp_shard_dim is None; name the dimension"),
+    ("unknown shard dim", r"dp_shard_dim='fsdp' is not a dimension of device_mesh, which has \('dp_outer', "),
+    ("unknown tp dim", "tp_dim='model' is not a dimension of device_mesh"),
+    ("outer alone", "dp_outer_dim is given without hybrid_fsdp_group; hybrid sharding needs both"),
+    ("group alone", "hybrid_fsdp_group is given without dp_outer_dim"),
+    ("unknown outer dim", "dp_outer_dim='dp_inter' is not a dimension"),
+    ("wrong hybrid group", "hybrid_fsdp_group has 2 ranks; expected 4: all ranks of 'dp_outer' x 'dp_shard'"),
+    ("wrong gather group", "fsdp_group_ag must hold the same ranks"),
+    ("expert gather group alone", "expt_fsdp_group_ag must hold the same ranks"),
+    ("expert mesh without the dim", "dp_shard_dim='dp_shard' is not a dimension of expt_device_mesh"),
+    ("expert mesh without its hybrid group", "expt_device_mesh and dp_outer_dim need hybrid_fsdp_expt_group"),
+    ("wrong expert hybrid group", "hybrid_fsdp_expt_group has 4 ranks; expected 2"),
+    ("outer behind shard", r"has no sub-mesh of \('dp_shard', 'dp_outer'\); the outer dimension must come first"),
+    ("same dim twice", "dp_shard_dim and dp_outer_dim are both 'dp_shard'"),
+]
+
+
+def test_mistakes_in_the_mesh_are_named_on_every_rank(ranks4):
+    assert_each_raises(ranks4, [Mistake(make_wrong, (what,), ValueError, message) for what, message in MISTAKES])
 
 
 def unknown_submesh(has_tp):

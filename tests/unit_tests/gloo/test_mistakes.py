@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron_fsdp import FSDPDistributedIndex, MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.unit_tests.harness.communication import no_collectives
+from tests.unit_tests.harness.mistakes import Mistake, assert_each_raises
 from tests.unit_tests.harness.models import MLPBlock, TinyMLP
 from tests.unit_tests.harness.sharded import flat_mesh, hybrid_mesh
 
@@ -55,82 +56,75 @@ def path_to(name: str) -> str:
     return f"tests.unit_tests.harness.models.{name}"
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"zero_dp_strategy": "zero3"}, ValueError, r"zero_dp_strategy='zero3' is not a sharding strategy; expected"),
-        ({"zero_dp_strategy": 4}, ValueError, r"zero_dp_strategy=4 is not"),
-        ({"outer_dp_sharding_strategy": 2}, ValueError, r"outer_dp_sharding_strategy=2 is not .*'optim' \(1\)"),
-        (
-            {"outer_dp_sharding_strategy": 1, "zero_dp_strategy": 2},
-            ValueError,
-            "outer_dp_sharding_strategy='optim' needs zero_dp_strategy='optim_grads_params'",
-        ),
-        ({"outer_dp_sharding_strategy": 1}, ValueError, "shards an outer axis; pass device_mesh, dp_outer_dim"),
-        ({"fsdp_unit_modules": ["no.such.Thing"]}, ImportError, "'no.such.Thing', which cannot be imported"),
-        ({"fsdp_unit_modules": [path_to("Missing")]}, ImportError, "Missing', which cannot be imported"),
-        ({"fsdp_unit_modules": ["MLPBlock"]}, ImportError, "give the full dotted path"),
-        ({"fsdp_unit_modules": [path_to("square_loss")]}, TypeError, "expected torch.nn.Module classes"),
-        ({"fsdp_unit_modules": [int]}, TypeError, "expected torch.nn.Module classes"),
-        ({"fsdp_unit_modules": MLPBlock}, TypeError, "expected a list"),
-        ({"fsdp_unit_modules": path_to("MLPBlock")}, TypeError, "expected a list"),
-        (
-            {"fsdp_unit_modules": [nn.Conv2d]},
-            ValueError,
-            "no module of TinyMLP is a Conv2d; classes present are: .*MLPBlo",
-        ),
-        ({"mixed_precision_policy": torch.float32}, TypeError, "expected a MixedPrecisionPolicy"),
-        ({"nccl_ub": True}, NotImplementedError, "nccl_ub=True is not supported yet: "),
-        ({"fsdp_double_buffer": True}, NotImplementedError, "fsdp_double_buffer=True is not"),
-        ({"fsdp_db_use_persist_buf_on_alloc_fail": True}, NotImplementedError, "persist_buf_on_alloc_fail=True is not"),
-        ({"disable_symmetric_registration": True}, NotImplementedError, "disable_symmetric_registration=True is not"),
-        ({"keep_fp8_transpose_cache": True}, NotImplementedError, "keep_fp8_transpose_cache=True is not"),
-        ({"enable_fine_grained_param_gather": True}, NotImplementedError, "fine_grained_param_gather_hook=True is not"),
-        ({"report_nan_in_param_grad": True}, NotImplementedError, "report_nan_in_param_grad=True is not"),
-        ({"cuda_graph_mode": True}, NotImplementedError, "cuda_graph_mode=True is not"),
-        ({"maxpool_double_buffer": True}, NotImplementedError, "max_pool_double_buffer=True is not"),
-        ({"init_model_with_meta_device": True, "zero_dp_strategy": 0}, ValueError, "choose a strategy that shards"),
-    ],
-    ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
-)
-def test_wrong_options(ranks2, options, error, message):
+OPTIONS = [
+    ({"zero_dp_strategy": "zero3"}, ValueError, r"zero_dp_strategy='zero3' is not a sharding strategy; expected"),
+    ({"zero_dp_strategy": 4}, ValueError, r"zero_dp_strategy=4 is not"),
+    ({"outer_dp_sharding_strategy": 2}, ValueError, r"outer_dp_sharding_strategy=2 is not .*'optim' \(1\)"),
+    (
+        {"outer_dp_sharding_strategy": 1, "zero_dp_strategy": 2},
+        ValueError,
+        "outer_dp_sharding_strategy='optim' needs zero_dp_strategy='optim_grads_params'",
+    ),
+    ({"outer_dp_sharding_strategy": 1}, ValueError, "shards an outer axis; pass device_mesh, dp_outer_dim"),
+    ({"fsdp_unit_modules": ["no.such.Thing"]}, ImportError, "'no.such.Thing', which cannot be imported"),
+    ({"fsdp_unit_modules": [path_to("Missing")]}, ImportError, "Missing', which cannot be imported"),
+    ({"fsdp_unit_modules": ["MLPBlock"]}, ImportError, "give the full dotted path"),
+    ({"fsdp_unit_modules": [path_to("square_loss")]}, TypeError, "expected torch.nn.Module classes"),
+    ({"fsdp_unit_modules": [int]}, TypeError, "expected torch.nn.Module classes"),
+    ({"fsdp_unit_modules": MLPBlock}, TypeError, "expected a list"),
+    ({"fsdp_unit_modules": path_to("MLPBlock")}, TypeError, "expected a list"),
+    (
+        {"fsdp_unit_modules": [nn.Conv2d]},
+        ValueError,
+        "no module of TinyMLP is a Conv2d; classes present are: .*MLPBlo",
+    ),
+    ({"mixed_precision_policy": torch.float32}, TypeError, "expected a MixedPrecisionPolicy"),
+    ({"nccl_ub": True}, NotImplementedError, "nccl_ub=True is not supported yet: "),
+    ({"fsdp_double_buffer": True}, NotImplementedError, "fsdp_double_buffer=True is not"),
+    ({"fsdp_db_use_persist_buf_on_alloc_fail": True}, NotImplementedError, "persist_buf_on_alloc_fail=True is not"),
+    ({"disable_symmetric_registration": True}, NotImplementedError, "disable_symmetric_registration=True is not"),
+    ({"keep_fp8_transpose_cache": True}, NotImplementedError, "keep_fp8_transpose_cache=True is not"),
+    ({"enable_fine_grained_param_gather": True}, NotImplementedError, "fine_grained_param_gather_hook=True is not"),
+    ({"report_nan_in_param_grad": True}, NotImplementedError, "report_nan_in_param_grad=True is not"),
+    ({"cuda_graph_mode": True}, NotImplementedError, "cuda_graph_mode=True is not"),
+    ({"maxpool_double_buffer": True}, NotImplementedError, "max_pool_double_buffer=True is not"),
+    ({"init_model_with_meta_device": True, "zero_dp_strategy": 0}, ValueError, "choose a strategy that shards"),
+]
+MODULE_MISTAKES = [
+    ("expert", ValueError, r"weight is an expert parameter \(allreduce=False\); pass expt_device_mesh"),
+    ("integers", ValueError, "table has dtype torch.int32; parameters must be floating-point"),
+    ("nothing", ValueError, "ReLU has no parameters; there is nothing to shard"),
+    ("function", TypeError, "expected a torch.nn.Module to shard, got builtin_function"),
+]
+MESHES = [
+    (
+        "flat",
+        {"dp_shard_dim": "fsdp"},
+        r"dp_shard_dim='fsdp' is not a dimension of device_mesh, which has \('dp',\)",
+    ),
+    ("flat", {"dp_shard_dim": None}, "dp_shard_dim is None; name the dimension"),
+    ("flat", {"tp_dim": "tp"}, "tp_dim='tp' is not a dimension"),
+    ("hybrid", {"dp_outer_dim": "outer"}, "dp_outer_dim is given without hybrid_fsdp_group"),
+    ("hybrid", {"hybrid_fsdp_group": "world"}, "hybrid_fsdp_group is given without dp_outer_dim"),
+    ("default", {"dp_outer_dim": "outer"}, "dp_outer_dim is given without device_mesh"),
+    ("default", {"hybrid_fsdp_group": "world"}, "hybrid_fsdp_group is given without device_mesh"),
+    ("default", {"dp_shard_dim": "x", "tp_dim": "x"}, "dp_shard_dim and tp_dim are both 'x'"),
+]
+
+
+def test_wrong_options(ranks2):
     """Where the engine would have to make the mesh."""
-    ranks2.run_expecting(error, message, call_model, "default", options)
+    assert_each_raises(ranks2, [Mistake(call_model, ("default", options), *error) for options, *error in OPTIONS])
 
 
-@pytest.mark.parametrize(
-    ("module", "error", "message"),
-    [
-        ("expert", ValueError, r"weight is an expert parameter \(allreduce=False\); pass expt_device_mesh"),
-        ("integers", ValueError, "table has dtype torch.int32; parameters must be floating-point"),
-        ("nothing", ValueError, "ReLU has no parameters; there is nothing to shard"),
-        ("function", TypeError, "expected a torch.nn.Module to shard, got builtin_function"),
-    ],
-)
-@pytest.mark.parametrize("mesh", ["default", "flat"])
-def test_wrong_modules(ranks2, mesh, module, error, message):
-    ranks2.run_expecting(error, message, call_model, mesh, {}, module)
+def test_wrong_modules(ranks2):
+    calls = [(mesh, *case) for mesh in ("default", "flat") for case in MODULE_MISTAKES]
+    assert_each_raises(ranks2, [Mistake(call_model, (mesh, {}, module), *error) for mesh, module, *error in calls])
 
 
-@pytest.mark.parametrize(
-    ("mesh", "options", "message"),
-    [
-        (
-            "flat",
-            {"dp_shard_dim": "fsdp"},
-            r"dp_shard_dim='fsdp' is not a dimension of device_mesh, which has \('dp',\)",
-        ),
-        ("flat", {"dp_shard_dim": None}, "dp_shard_dim is None; name the dimension"),
-        ("flat", {"tp_dim": "tp"}, "tp_dim='tp' is not a dimension"),
-        ("hybrid", {"dp_outer_dim": "outer"}, "dp_outer_dim is given without hybrid_fsdp_group"),
-        ("hybrid", {"hybrid_fsdp_group": "world"}, "hybrid_fsdp_group is given without dp_outer_dim"),
-        ("default", {"dp_outer_dim": "outer"}, "dp_outer_dim is given without device_mesh"),
-        ("default", {"hybrid_fsdp_group": "world"}, "hybrid_fsdp_group is given without device_mesh"),
-        ("default", {"dp_shard_dim": "x", "tp_dim": "x"}, "dp_shard_dim and tp_dim are both 'x'"),
-    ],
-)
-def test_wrong_meshes(ranks4, mesh, options, message):
-    ranks4.run_expecting(ValueError, message, call_model, mesh, options)
+def test_wrong_meshes(ranks4):
+    calls = [((mesh, options), message) for mesh, options, message in MESHES]
+    assert_each_raises(ranks4, [Mistake(call_model, call, ValueError, message) for call, message in calls])
 
 
 def call_without_process_group() -> None:
@@ -195,25 +189,23 @@ def optimizer_made_after_sharding_given_to_fully_shard() -> None:
         fully_shard(model, torch.optim.SGD(model.parameters()))
 
 
-@pytest.mark.parametrize(
-    ("mistake", "error", "message"),
-    [
-        (
-            optimizer_of_another_model,
-            ValueError,
-            r"of the optimizer's 10 parameters 2 are not of this TinyMLP .*\(6, 6\)",
-        ),
-        (optimizer_that_is_none, TypeError, "expected a torch.optim.Optimizer to shard, got str"),
-        (optimizer_without_parameters, ValueError, "the optimizer has no parameters; build it from"),
-        (optimizer_of_a_plain_model, ValueError, r"parameter 0 of the optimizer, shape \(6, 6\), is not of a sharded"),
-        (optimizer_of_the_original_parameters, ValueError, "or pass both to fully_shard"),
-        (optimizer_of_two_models, ValueError, "holds parameters of 2 sharded models"),
-        (optimizer_made_after_sharding_given_to_fully_shard, ValueError, "the module is sharded already"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_wrong_optimizers(ranks2, mistake, error, message):
-    ranks2.run_expecting(error, message, mistake)
+OPTIMIZERS = [
+    (
+        optimizer_of_another_model,
+        ValueError,
+        r"of the optimizer's 10 parameters 2 are not of this TinyMLP .*\(6, 6\)",
+    ),
+    (optimizer_that_is_none, TypeError, "expected a torch.optim.Optimizer to shard, got str"),
+    (optimizer_without_parameters, ValueError, "the optimizer has no parameters; build it from"),
+    (optimizer_of_a_plain_model, ValueError, r"parameter 0 of the optimizer, shape \(6, 6\), is not of a sharded"),
+    (optimizer_of_the_original_parameters, ValueError, "or pass both to fully_shard"),
+    (optimizer_of_two_models, ValueError, "holds parameters of 2 sharded models"),
+    (optimizer_made_after_sharding_given_to_fully_shard, ValueError, "the module is sharded already"),
+]
+
+
+def test_wrong_optimizers(ranks2):
+    assert_each_raises(ranks2, [Mistake(function, (), *error) for function, *error in OPTIMIZERS])
 
 
 # -- what cannot be done to a sharded model ---------------------------------------------------------------------------
@@ -247,26 +239,26 @@ def do(action: str) -> None:
         actions[action]()
 
 
-@pytest.mark.parametrize("mistake", [shard_twice, shard_a_part_of_a_sharded_model])
-def test_sharding_twice(ranks2, mistake):
-    ranks2.run_expecting(ValueError, "the module is sharded already; pass the original one", mistake)
+ACTIONS = [
+    ("half", RuntimeError, r"cannot be moved or cast \(from torch.float32 .* to torch.float16"),
+    ("bfloat16", RuntimeError, "do it before sharding"),
+    ("to", RuntimeError, "do it before sharding"),
+    ("meta", RuntimeError, "do it before sharding"),
+    ("copy", NotImplementedError, "copy the module before sharding"),
+    ("force", ValueError, "sharded ones are reduced to their owners"),
+    ("register", RuntimeError, "needs nccl_ub=True"),
+    ("submesh", ValueError, "tp_dim is None: pass tp_dim"),
+]
 
 
-@pytest.mark.parametrize(
-    ("action", "error", "message"),
-    [
-        ("half", RuntimeError, r"cannot be moved or cast \(from torch.float32 .* to torch.float16"),
-        ("bfloat16", RuntimeError, "do it before sharding"),
-        ("to", RuntimeError, "do it before sharding"),
-        ("meta", RuntimeError, "do it before sharding"),
-        ("copy", NotImplementedError, "copy the module before sharding"),
-        ("force", ValueError, "sharded ones are reduced to their owners"),
-        ("register", RuntimeError, "needs nccl_ub=True"),
-        ("submesh", ValueError, "tp_dim is None: pass tp_dim"),
-    ],
-)
-def test_what_a_sharded_model_cannot_do(ranks2, action, error, message):
-    ranks2.run_expecting(error, message, do, action)
+def test_sharding_twice(ranks2):
+    message = "the module is sharded already; pass the original one"
+    twice = (shard_twice, shard_a_part_of_a_sharded_model)
+    assert_each_raises(ranks2, [Mistake(function, (), ValueError, message) for function in twice])
+
+
+def test_what_a_sharded_model_cannot_do(ranks2):
+    assert_each_raises(ranks2, [Mistake(do, (action,), *error) for action, *error in ACTIONS])
 
 
 def move_to_where_it_is() -> bool:
@@ -285,16 +277,33 @@ def construct_directly(options: dict) -> None:
         MegatronFSDP(TinyMLP(), index, **options)
 
 
+CONSTRUCTIONS = [
+    ({"nccl_ub": True}, "nccl_ub=True is not supported yet"),
+    ({"enable_fine_grained_param_gather_backward_hook": True}, "backward_hook=True is not supported yet"),
+    (
+        {"fine_grained_recurse_module_types": [nn.Linear]},
+        "fine_grained_recurse_module_types=.* is not supported yet",
+    ),
+]
+
+
+def test_options_of_the_constructor_whose_feature_is_not_there(ranks2):
+    calls = [((options,), NotImplementedError, message) for options, message in CONSTRUCTIONS]
+    assert_each_raises(ranks2, [Mistake(construct_directly, *call) for call in calls])
+
+
+def do_nothing() -> None:
+    """No mistake."""
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("mistake", "came"),
     [
-        ({"nccl_ub": True}, "nccl_ub=True is not supported yet"),
-        ({"enable_fine_grained_param_gather_backward_hook": True}, "backward_hook=True is not supported yet"),
-        (
-            {"fine_grained_recurse_module_types": [nn.Linear]},
-            "fine_grained_recurse_module_types=.* is not supported yet",
-        ),
+        (Mistake(do_nothing, (), ValueError, ""), "came None"),
+        (Mistake(int, ("x",), TypeError, ""), "expected TypeError .*came .*ValueError"),
+        (Mistake(int, ("x",), ValueError, "y"), "matching 'y', came .*invalid literal"),
     ],
 )
-def test_options_of_the_constructor_whose_feature_is_not_there(ranks2, options, message):
-    ranks2.run_expecting(NotImplementedError, message, construct_directly, options)
+def test_the_harness_notices_what_is_not_raised(ranks2, mistake, came):
+    with pytest.raises(AssertionError, match=came):
+        assert_each_raises(ranks2, [Mistake(int, ("x",), ValueError, "literal"), mistake])
