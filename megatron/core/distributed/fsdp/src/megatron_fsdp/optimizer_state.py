@@ -109,7 +109,9 @@ def adopt_state(optimizer: torch.optim.Optimizer) -> None:
         ValueError: state lies otherwise than its parameter.
     """
     for param, state in optimizer.state.items():
-        optimizer.state[param] = shard_state(param.megatron_fsdp_spec, state)
+        spec = getattr(param, "megatron_fsdp_spec", None)
+        if spec is not None:  # loading keeps what belongs to no parameter
+            optimizer.state[param] = shard_state(spec, state)
     mark_state(optimizer)
 
 
