@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import pkgutil
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 
@@ -48,11 +48,8 @@ def resolve_unit_classes(unit_modules: Sequence[type | str] | None) -> tuple[typ
 
 
 def _import(path: str) -> object:
-    module_path, _, name = path.rpartition(".")
     try:
-        # Nested classes need attributes after the module; the longest importable prefix is the module.
-        found = importlib.import_module(module_path) if module_path else None
-        return getattr(found, name)
+        return pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ImportError(
             f"fsdp_unit_modules holds {path!r}, which cannot be imported ({error}); "
