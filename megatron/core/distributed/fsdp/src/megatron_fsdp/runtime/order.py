@@ -33,6 +33,7 @@ class Order:
         self.entry = {step.unit: index for index, step in enumerate(self.backward) if step.is_entry}
         self.entries = [step.unit for step in self.backward if step.is_entry]
         self.exits = [step.unit for step in self.backward if not step.is_entry]
+        self.exit_number = {unit: number for number, unit in enumerate(self.exits)}
         self._entry_number = {unit: number for number, unit in enumerate(self.entries)}
 
     def entries_after(self, unit: Unit, count: int) -> list[Unit]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import logging
 
 import torch
@@ -11,10 +10,9 @@ from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.collectives import GradScale, all_gather
 from megatron_fsdp.machine.device import Device, Event
 from megatron_fsdp.machine.torch_compat import on_backward_end
-from megatron_fsdp.runtime.order import Order, Step
+from megatron_fsdp.runtime.order import Order
+from megatron_fsdp.runtime.reducer import Reducer
 from megatron_fsdp.runtime.unit import Phase, Unit
-from megatron_fsdp.state.main_grad import GradState
-from megatron_fsdp.state.param_group import ParamGroup
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +31,8 @@ class Schedule:
         self.root = next(unit for unit in units if unit.is_root)
         self.config = config
         self.device = device
-        self._scales = scales
-        """Gradient scale by `is_expert`."""
+        self._reducer = Reducer(config, device, scales)
         self._gather_stream = device.new_stream(high_priority=True)
-        self._reduce_stream = device.new_stream(high_priority=True)
         self._depth = config.prefetch_depth if config.overlap_param_gather else 0
         self._order = Order([unit for unit in units if unit is not self.root], self.root)
         self._in_forward = False
@@ -45,16 +41,21 @@ class Schedule:
         """Units of the order that this forward has gathered once."""
         self._passed = 0
         """Units of the order that this forward has left behind."""
-        self._in_flight: collections.deque[tuple[object, Event]] = collections.deque()
+        self._open: list[Unit] = []
+        """Units whose forward runs, outermost first, the root not counted."""
         self._installed: Event | None = None
         """Compute weights were written on the current stream; the next gather waits for it."""
         self._lenders: dict[Unit, None] = {}
         """Units that have returned views of their weights."""
         self._in_backward = False
         self._cursor = 0
-        """Steps of the order's backward that have been taken."""
-        self._is_predictable = True
-        """Backwards have kept to the order so far. If not, all of one is reduced at its end."""
+        """Steps of the order's backward that are behind the unit whose turn it is."""
+        self._reduced = 0
+        """Units of the order that this backward has reduced."""
+        self._is_ending = False
+        """Autograd is through: every gradient is complete."""
+        self._reduces_early = True
+        """Gradients were complete so far when their unit was left behind. If not, reductions wait for backward's end."""
         self.model_auto_sync = False
         self.is_last_microbatch = True
         self.microbatch_count = 0
@@ -110,6 +111,8 @@ class Schedule:
             self._begin_forward()
         elif self._in_forward:
             unit.calls += 1
+            unit.callers.update(self._open)
+            self._open.append(unit)
             if self._observed is not None:
                 self._observed.setdefault(unit)
             self._walk_to(self._order.forward_index[unit])
@@ -123,6 +126,7 @@ class Schedule:
         self._gather_stream.wait_stream(self.device.current_stream())
         self._in_forward = True
         self._gathered = self._passed = 0
+        self._open.clear()
         for unit in self.units:
             unit.calls = 0
 
@@ -154,7 +158,10 @@ class Schedule:
             for other in self.units:
                 other.enter(Phase.RESTING)
                 self._release(other)
-        elif lends and self._in_forward:
+            return
+        if self._open and self._open[-1] is unit:
+            self._open.pop()
+        if lends and self._in_forward:
             self._lenders[unit] = None
         else:
             unit.enter(Phase.RESTING)
@@ -171,7 +178,7 @@ class Schedule:
     def recompute_forward(self, unit: Unit) -> None:
         """The unit's module is about to run inside backward; it stays gathered for the backward that follows."""
         self._begin_backward()
-        if self._is_predictable and unit.backwards + 1 >= unit.calls:
+        if (unit.backwards + 1) % max(unit.calls, 1) == 0:
             self._walk_back_before_recomputing(unit)
         unit.enter(Phase.BACKWARD)
         self._make_readable(unit)
@@ -179,28 +186,23 @@ class Schedule:
     def _walk_back_before_recomputing(self, unit: Unit) -> None:
         """Ends what is over; if nothing before `unit` is still to come, its own backward is what follows. **Collective**.
 
-        Recomputation over several units runs the first of them first: then those behind it are still to come.
+        Recomputation over several units runs the first of them first: then those behind it are still to come, and
+        without reentrance it begins in the middle of the last one's backward.
         """
         entry = self._order.entry[unit]
         for number in range(self._cursor, entry):
-            if not self._is_over(self._order.backward[number]):
-                self._walk_back(number)
+            step = self._order.backward[number]
+            if step.unit.is_expected_in_backward or (not step.is_entry and step.unit.awaits_grads()):
+                self._walk_back(number, unit)
                 return
-        self._walk_back(entry + 1)
-
-    @staticmethod
-    def _is_over(step: Step) -> bool:
-        unit = step.unit
-        if unit.is_expected_in_backward:
-            return False
-        # Recomputation without reentrance begins in the middle of the last unit's backward.
-        return step.is_entry or not unit.backwards or unit.has_all_grads()
+        self._walk_back(entry + 1, unit)
 
     def _begin_backward(self) -> None:
         """**Collective**, if some unit lends its weights."""
         if not self._in_backward:
             self._in_backward = True
-            self._cursor = 0
+            self._is_ending = False
+            self._cursor = self._reduced = 0
             on_backward_end(self.finish_backward)
             for unit in self._lenders:  # others read their weights before their own turn comes
                 self._make_readable(unit)
@@ -208,16 +210,22 @@ class Schedule:
     def pre_backward(self, unit: Unit) -> None:
         """The gradient of the unit's output is there. **Collective**."""
         self._begin_backward()
+        if unit.is_root:  # again, if several forwards share one backward
+            self._cursor = 0
+            for other in self.units:
+                other.backwards = 0
         unit.joins_backward = True
         unit.backwards += 1
         # Of a unit that was called several times, the first call's backward comes last.
-        if self._is_predictable and unit.backwards >= unit.calls:
-            self._walk_back(self._order.entry[unit] + 1)
+        if unit.backwards % max(unit.calls, 1) == 0:
+            # One that is behind already comes in another order, or again.
+            self._cursor = min(self._cursor, self._order.entry[unit])
+            self._walk_back(self._order.entry[unit] + 1, unit)
         unit.enter(Phase.BACKWARD)
         self._make_readable(unit)
 
-    def _walk_back(self, stop: int) -> None:
-        """Takes the steps of the order's backward before number `stop`. **Collective**."""
+    def _walk_back(self, stop: int, reached: Unit | None = None) -> None:
+        """Takes the steps of the order's backward before number `stop`, where `reached` begins. **Collective**."""
         while self._cursor < stop:
             step = self._order.backward[self._cursor]
             self._cursor += 1
@@ -228,24 +236,39 @@ class Schedule:
                 self._gather(unit)
                 for following in self._order.entries_after(unit, self._depth):
                     self._gather(following)
-            else:
-                self._reduce(unit)
+            elif reached is None or unit not in reached.callers:
                 if unit not in self._lenders:
                     self._end_unit(unit)
+                self._reduce_through(self._order.exit_number[unit])
 
     def _end_unit(self, unit: Unit) -> None:
         if unit.phase is Phase.BACKWARD:
             unit.enter(Phase.RESTING)
         self._release(unit)
 
+    def _reduce_through(self, last: int) -> None:
+        """Reduces units in order up to number `last`, but none before its gradients are complete. **Collective**."""
+        while self._reduced <= last and not self._is_waiting(self._order.exits[self._reduced]):
+            self._reduce(self._order.exits[self._reduced])
+            self._reduced += 1
+
+    def _is_waiting(self, unit: Unit) -> bool:
+        return not self._is_ending and (not self._reduces_early or unit.awaits_grads())
+
+    def _reduce(self, unit: Unit) -> None:
+        finalizes = self.config.overlap_grad_reduce and (self.model_auto_sync or self.is_last_microbatch)
+        self._reducer.reduce(unit, finalizes=finalizes)
+
     def finish_backward(self) -> None:
         """The outermost backward is over: completes what could not be completed unit by unit. **Collective**."""
+        self._is_ending = True
         self._walk_back(len(self._order.backward))
-        if self._reduce_strays() and self._is_predictable:
-            self._is_predictable = False
+        self._reduce_through(len(self._order.exits) - 1)
+        if self._reduce_strays() and self._reduces_early:
+            self._reduces_early = False
             logger.warning(
-                "gradients arrive in an order that changes; from now on each backward is reduced at its end. "
-                "Run units in the same order in every forward, and a forward and its backward in turn."
+                "gradients of a unit came in several parts; from now on reductions wait for the end of each backward. "
+                "Checkpoint with use_reentrant=False, or call backward for each forward."
             )
         self._end_backward()
         self.microbatch_count += 1
@@ -267,55 +290,17 @@ class Schedule:
 
     def _abandon_backward(self) -> None:
         """Forgets a backward that was interrupted by an exception, and its gradients."""
-        self.device.current_stream().wait_stream(self._reduce_stream)
-        self._in_flight.clear()
+        self._reducer.wait()
         for unit in self.units:
             for group in unit.groups:
                 if group.main_grad is not None:
                     group.main_grad.discard()
         self._end_backward()
 
-    # -- reductions ---------------------------------------------------------------------------------------------
-
-    def _reduce(self, unit: Unit) -> None:
-        """Hands the unit's gradients of this backward to the reduction. **Collective**."""
-        finalize_now = self.config.overlap_grad_reduce and (self.model_auto_sync or self.is_last_microbatch)
-        for group in unit.groups:
-            if group.main_grad is None:
-                continue
-            if group.plan.reduces_each_microbatch:
-                self._make_room()
-            elif group.main_grad.state is not GradState.ACCUMULATING:  # about to be opened on this stream
-                self.device.current_stream().wait_stream(self._reduce_stream)
-            staged = group.main_grad.collect()
-            if staged is None and not finalize_now:
-                continue
-            self._on_reduce_stream(group, staged, finalize_now)
-
-    def _on_reduce_stream(self, group: ParamGroup, staged, finalize_now: bool) -> None:
-        ready = self.device.record_event()
-        with self.device.use(self._reduce_stream):
-            ready.wait()
-            scale = self._scales[group.facts.is_expert]
-            if staged is not None:
-                group.main_grad.reduce(staged, scale)
-            if finalize_now:
-                group.main_grad.finalize(scale)
-            if staged is not None:
-                self._in_flight.append((staged, self.device.record_event()))
-
-    def _make_room(self) -> None:
-        """Bounds the unreduced gradients alive: the oldest buffer goes back to the stream that allocated it."""
-        while len(self._in_flight) >= self.config.reductions_in_flight:
-            _, done = self._in_flight.popleft()
-            done.wait()
-
     def finalize_open(self) -> None:
         """Starts every reduction that was deferred to the end of the cycle. **Collective**."""
         for unit in self._order.exits:
-            for group in unit.groups:
-                if group.main_grad is not None and group.main_grad.state is GradState.ACCUMULATING:
-                    self._on_reduce_stream(group, None, finalize_now=True)
+            self._reducer.finalize(unit)
 
     def finish_reductions(self) -> None:
         """Finalizes what is still open, and makes the current stream wait for every reduction. **Collective**."""
@@ -323,8 +308,7 @@ class Schedule:
             self._abandon_backward()
         self._reduce_strays()  # of a backward that went through no unit's output
         self.finalize_open()
-        self.device.current_stream().wait_stream(self._reduce_stream)
-        self._in_flight.clear()
+        self._reducer.wait()
 
     # -- the rest of a step -------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp.machine.device import Event
-from megatron_fsdp.machine.torch_compat import storage_id
+from megatron_fsdp.machine.torch_compat import awaits_gradient, storage_id
 from megatron_fsdp.state.param_group import ParamGroup
 
 
@@ -88,6 +88,8 @@ class Unit:
         """Forward calls inside the root's last forward."""
         self.backwards = 0
         """Calls whose output's gradient has arrived in this backward."""
+        self.callers: set[Unit] = set()
+        """Units in whose forward it has been called, however it is registered."""
         self.joins_backward = bool(self.trainable)
         """Takes part in every backward; a frozen unit only once gradients have been seen to flow through it."""
         self.shows_raw = True
@@ -145,9 +147,10 @@ class Unit:
             for place in param.places:
                 place.hold(getattr(param, form))
 
-    def has_all_grads(self) -> bool:
-        """Every trainable parameter has a gradient that no reduction has taken."""
-        return all(raw.grad is not None for raw in self.trainable)
+    def awaits_grads(self) -> bool:
+        """The backward that runs now will bring more gradients; False also for parameters that it does not reach."""
+        missing = (raw for raw in self.trainable if raw.grad is None and not getattr(raw, "grad_added_to_main_grad", False))
+        return any(awaits_gradient(raw) for raw in missing)
 
     def has_stray_grads(self) -> bool:
         """Gradients have arrived that no reduction has taken."""
