@@ -7,27 +7,34 @@ Documents keep the order of the input whatever the number of workers, so the sam
 """
 
 import argparse
+import difflib
 import os
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
 
-from megatron.training.data.text import (
-    JSON_SUFFIXES,
-    TEXT_KEY,
-    Encoding,
-    batched,
-    encode_all,
-    find_files,
-    read_documents,
-)
+from megatron.training.launch import ignore_expected_warnings
 from megatron.training.tokenizer import TOKENIZER_TYPES, TokenizerRequest, build_tokenizer
+
+with warnings.catch_warnings():
+    ignore_expected_warnings()  # of the imports below
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
+
+    from megatron.training.data.text import (
+        JSON_SUFFIXES,
+        TEXT_KEY,
+        Encoding,
+        batched,
+        encode_all,
+        find_files,
+        read_documents,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +150,20 @@ def preprocess(job: Job) -> Totals:
     return Totals(documents, nbytes, tokens, skipped, [output.prefix for output in outputs.values()])
 
 
+class _Parser(argparse.ArgumentParser):
+    """Suggests the nearest option in place of one that does not exist."""
+
+    def error(self, message: str) -> NoReturn:
+        if "unrecognized arguments" in message:
+            unknown = next((word for word in message.split() if word.startswith("--")), "")
+            nearest = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
+            message += f"; did you mean {nearest[0]}?" if nearest else ""
+        super().error(message)
+
+
 def parse(argv: Sequence[str] | None = None) -> Job:
     """The job that a command line describes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = _Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add_io_flags(parser.add_argument_group("input and output"))
     add_tokenizer_flags(parser.add_argument_group("tokenizer"))
     options = vars(parser.parse_args(argv))

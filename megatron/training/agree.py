@@ -9,8 +9,8 @@ import torch.distributed as dist
 Value = TypeVar("Value")
 
 
-class FirstRankError(RuntimeError):
-    """What rank 0 was to do for all ranks failed; raised on every rank."""
+class AgreedError(RuntimeError):
+    """What one rank did for all ranks, or each for itself, failed; raised on every rank with the same message."""
 
 
 def any_rank(is_true: bool, device: torch.device) -> bool:
@@ -42,5 +42,23 @@ def on_first_rank(function: Callable[[], Value], device: torch.device) -> Value:
             answer[1] = reason(error)
     dist.broadcast_object_list(answer, src=0, device=device)
     if answer[1] is not None:
-        raise FirstRankError(str(answer[1])) from cause
+        raise AgreedError(str(answer[1])) from cause
     return answer[0]
+
+
+def on_every_rank(function: Callable[[], Value], device: torch.device) -> Value:
+    """What `function` gives on this rank; if it fails on any, every rank raises alike. **Collective.**
+
+    `function` itself must not communicate. `device` is where the process group's backend communicates.
+    """
+    value, told, cause = None, None, None
+    try:
+        value = function()
+    except (OSError, ValueError) as error:
+        told, cause = reason(error), error
+    if not any_rank(told is not None, device):
+        return value
+    answers: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, told)
+    rank, message = next((rank, answer) for rank, answer in enumerate(answers) if answer is not None)
+    raise AgreedError(f"rank {rank}: {message}" if None in answers else message) from cause

@@ -10,12 +10,24 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.training.config import ConfigError, RunConfig, RunPlan, check, format_problems, load_config, plan_run
+from megatron.training.config import (
+    ConfigError,
+    Reading,
+    RunConfig,
+    RunPlan,
+    check,
+    format_problems,
+    plan_run,
+    read_config,
+)
+from megatron.training.files import missing_files
 from megatron.training.ranks import Ranks
 from megatron.training.tokenizer import Tokenizer, TokenizerRequest, build_tokenizer
 
 EXIT_FAILED = 1
 EXIT_BAD_CONFIGURATION = 2
+EXIT_INTERRUPTED = 130
+"""128 and the number of SIGINT, as shells count."""
 
 _EXPECTED_WARNINGS = (
     "Transformer Engine and Apex are not installed",
@@ -24,12 +36,16 @@ _EXPECTED_WARNINGS = (
 )
 """What megatron-core says at each import of a fallback, on every rank."""
 
+_TOKENIZER_FLAGS = "--tokenizer-type --tokenizer-model --vocab-file --merge-file --vocab-size --padded-vocab-size"
 
 logger = logging.getLogger(__name__)
 
 
 class RunError(RuntimeError):
     """A run cannot begin or go on, for a reason that its message tells in full; no traceback is shown."""
+
+    is_on_every_rank = False
+    """All ranks raise it with the same message, so that one of them may speak."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +59,28 @@ class Job:
 
 def prepare(config: RunConfig, world_size: int) -> Job:
     """The job of `config` on `world_size` ranks. Raises ConfigError with every problem; reads the tokenizer's files."""
-    check(config, world_size)
+    return prepare_reading(Reading(config=config), world_size)
+
+
+def prepare_reading(reading: Reading, world_size: int) -> Job:
+    """The job of a configuration that was read. Raises ConfigError with every problem, of reading it and with it."""
+    config, problems = reading.config, list(reading.problems)
+    if reading.is_guess:
+        raise ConfigError(problems)
     try:
-        tokenizer = build_tokenizer(tokenizer_request(config))
-    except (ValueError, ImportError) as error:
-        raise ConfigError([str(error)]) from error
+        check(config, world_size)
+    except ConfigError as error:
+        problems += (problem for problem in error.problems if not reading.concerns(problem))
+    tokenizer = None
+    # What a tokenizer lacks is told once, by the rules.
+    if not Reading(config=config, problems=tuple(problems)).concerns(_TOKENIZER_FLAGS):
+        try:
+            tokenizer = build_tokenizer(tokenizer_request(config))
+        except (ValueError, ImportError) as error:
+            problems.append(str(error))
+    problems += missing_files(config)
+    if problems:
+        raise ConfigError(problems)
     return Job(config=config, plan=plan_run(config, world_size, tokenizer.padded_vocab_size), tokenizer=tokenizer)
 
 
@@ -55,33 +88,51 @@ def launch(task: str, argv: Sequence[str] | None = None) -> int:
     """Runs the task of the module named `task` (its `TASK`) as `argv` says; gives back the process's exit code."""
     ranks = Ranks.from_environment()
     try:
-        job = prepare(load_config(None if argv is None else list(argv)), ranks.world_size)
+        return _launch(task, None if argv is None else list(argv), ranks)
+    except KeyboardInterrupt:
+        if ranks.is_first:
+            sys.stderr.write("interrupted\n")
+        return EXIT_INTERRUPTED
+
+
+def _launch(task: str, argv: list[str] | None, ranks: Ranks) -> int:
+    try:
+        job = prepare_reading(read_config(argv), ranks.world_size)
     except ConfigError as error:
         # Every rank finds the same problems.
         if ranks.is_first:
             sys.stderr.write(format_problems(error) + "\n")
         return EXIT_BAD_CONFIGURATION
     configure_logging(job.config.logger.logging_level, ranks)
-    for message in _EXPECTED_WARNINGS:
-        warnings.filterwarnings("ignore", message=message, module=r"megatron\.core\.")
+    ignore_expected_warnings()
     pretrain = importlib.import_module("megatron.training.pretrain").pretrain
     try:
         pretrain(job, importlib.import_module(task).TASK, ranks)
     except RunError as error:
         logger.debug("the run failed", exc_info=True)
-        # Usually every rank says the same, but the reason may lie on one machine.
-        logger.error("%s", error if ranks.is_first else str(error).splitlines()[0])
+        if ranks.is_first:
+            logger.error("%s", error)
+        elif not error.is_on_every_rank:  # The reason may lie on one machine.
+            logger.error("%s", str(error).splitlines()[0])
         return EXIT_FAILED
     return 0
+
+
+def ignore_expected_warnings() -> None:
+    """Silences what megatron-core says at each import of a fallback."""
+    for message in _EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message, module=r"megatron\.core\.")
 
 
 def configure_logging(level: int | None, ranks: Ranks) -> None:
     """Messages to stderr; ranks other than the first speak up only with warnings, and say who they are.
 
-    `level` None: ours from INFO on, megatron-core's from WARNING on.
+    `level` None: ours from INFO on, megatron-core's from WARNING on. A record with the attribute `is_on_every_rank` is
+    rank 0's alone to show.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s" if ranks.is_first else f"[rank {ranks.rank}] %(message)s"))
+    handler.addFilter(lambda record: ranks.is_first or not getattr(record, "is_on_every_rank", False))
     root = logging.getLogger()
     root.addHandler(handler)
     if level is None:

@@ -1,13 +1,15 @@
 """The story of a run: initialize, build, load, train, evaluate, save."""
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from megatron.training.agree import FirstRankError
+from megatron.training.agree import AgreedError, on_every_rank
 from megatron.training.build import build_callbacks, build_run, build_streams
 from megatron.training.callbacks import Callback, Callbacks
 from megatron.training.checkpoint.load import load_checkpoint
 from megatron.training.evaluate import test
+from megatron.training.files import make_output_folders
 from megatron.training.initialize import initialized
 from megatron.training.launch import Job, RunError
 from megatron.training.loop import report_validation, train
@@ -23,6 +25,17 @@ class CannotStartError(RunError, ValueError):
     """The data or the checkpoint is not what the run needs."""
 
 
+@contextlib.contextmanager
+def told_in_full(*, is_on_every_rank: bool) -> Iterator[None]:
+    """Makes errors whose message says all there is to say end the run without a traceback."""
+    try:
+        yield
+    except (ValueError, AgreedError) as error:
+        told = CannotStartError(str(error))
+        told.is_on_every_rank = is_on_every_rank or isinstance(error, AgreedError)
+        raise told from error
+
+
 def pretrain(job: Job, task: Task, ranks: Ranks, callbacks: Sequence[Callback] = ()) -> None:
     """Trains `task` as `job` says. **Collective**: every rank calls it alike.
 
@@ -34,12 +47,13 @@ def pretrain(job: Job, task: Task, ranks: Ranks, callbacks: Sequence[Callback] =
     check_versions()
     stopper = Stopper(job.config.train)
     with initialized(job.config, job.plan, ranks) as world, stopper.listening():
+        with told_in_full(is_on_every_rank=True):
+            on_every_rank(lambda: make_output_folders(job.config), world.device)
         run = build_run(job, task, world)
-        try:
+        with told_in_full(is_on_every_rank=True):
             load_checkpoint(run)
+        with told_in_full(is_on_every_rank=False):
             build_streams(run)
-        except (ValueError, FirstRankError) as error:
-            raise CannotStartError(str(error)) from error
         try:
             work(run, Callbacks([*build_callbacks(run), *callbacks]), stopper)
         finally:

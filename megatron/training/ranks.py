@@ -3,6 +3,9 @@
 import os
 from dataclasses import dataclass
 
+ON_EVERY_RANK = {"is_on_every_rank": True}
+"""`extra` of a log record that all ranks make alike, so that only rank 0 need show it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:

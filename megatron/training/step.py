@@ -19,6 +19,8 @@ LOSS = "lm loss"
 class NotFiniteError(RunError):
     """A loss or a gradient norm is NaN or infinite."""
 
+    is_on_every_rank = True
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:

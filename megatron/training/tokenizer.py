@@ -6,12 +6,13 @@ back exactly, and its GPT-2 one downloads.
 """
 
 import base64
+import contextlib
 import difflib
 import importlib
 import json
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
@@ -158,10 +159,11 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, request: TokenizerRequest) -> None:
         path = _existing_path(request, "tokenizer_model")
         transformers = _require("transformers", request)
-        if path.is_dir():
-            library = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        else:
-            library = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+        with _readable_by("transformers", path):
+            if path.is_dir():
+                library = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            else:
+                library = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
         if request.tokenizer_special_tokens:
             library.add_tokens(list(request.tokenizer_special_tokens), special_tokens=True)
         self._library = library
@@ -185,7 +187,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, request: TokenizerRequest) -> None:
         path = _existing_path(request, "tokenizer_model")
-        self._library = _require("sentencepiece", request).SentencePieceProcessor(model_file=str(path))
+        sentencepiece = _require("sentencepiece", request)
+        with _readable_by("sentencepiece", path):
+            self._library = sentencepiece.SentencePieceProcessor(model_file=str(path))
         eod = self._library.eos_id()
         if eod < 0:
             raise ValueError(
@@ -210,7 +214,8 @@ class GPT2BPETokenizer(Tokenizer):
     def __init__(self, request: TokenizerRequest) -> None:
         vocab, merges = _existing_path(request, "vocab_file"), _existing_path(request, "merge_file")
         tokenizers = _require("tokenizers", request)
-        library = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
+        with _readable_by("tokenizers", vocab, merges):
+            library = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
         library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         library.decoder = tokenizers.decoders.ByteLevel()
         self._library = library
@@ -319,6 +324,17 @@ def _existing_path(request: TokenizerRequest, option: str) -> Path:
             f"{flag} is {str(value)!r}, which does not exist; tokenizers are read from disk, never downloaded"
         )
     return path
+
+
+@contextlib.contextmanager
+def _readable_by(package: str, *paths: Path) -> Iterator[None]:
+    """Turns whatever a library raises for a file that it cannot parse into one sentence."""
+    try:
+        yield
+    except Exception as error:  # the libraries have no common class
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        names = " and ".join(map(str, paths))
+        raise ValueError(f"{names}: no tokenizer that {package} can read ({reason})") from error
 
 
 def _require(package: str, request: TokenizerRequest) -> ModuleType:

@@ -13,13 +13,14 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from megatron.training.agree import on_first_rank
+from megatron.training.agree import on_every_rank, on_first_rank
 from megatron.training.checkpoint.contents import Parts, contents, flattened, rank_key
 from megatron.training.checkpoint.damage import what_failed
 from megatron.training.checkpoint.paths import damaged, folder_to_load
 from megatron.training.checkpoint.random_state import restore
 from megatron.training.checkpoint.schedule import load_schedule
 from megatron.training.launch import RunError
+from megatron.training.ranks import ON_EVERY_RANK
 from megatron.training.state import Run
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ _PER_PARAMETER = ("optimizer.state.", "optimizer.param_to_group_meta.")
 
 class MissingCheckpointError(RunError):
     """`--load` has no checkpoint, and `--exit-on-missing-checkpoint` says that there must be one."""
+
+    is_on_every_rank = True
 
 
 class DataOnlyPlanner(DefaultLoadPlanner):
@@ -86,7 +89,7 @@ def load_checkpoint(run: Run) -> bool:
     Raises:
         MissingCheckpointError: there was nothing, and that is not allowed.
         ValueError: the checkpoint does not fit the run; every name that differs is listed.
-        FirstRankError: there is no such checkpoint, or it is damaged.
+        AgreedError: there is no such checkpoint, or it is damaged.
     """
     checkpoint = run.config.checkpoint
     if checkpoint.load is None:
@@ -95,7 +98,7 @@ def load_checkpoint(run: Run) -> bool:
     if folder is None:
         if checkpoint.exit_on_missing_checkpoint:
             raise MissingCheckpointError(f"--load {checkpoint.load} has no checkpoint")
-        logger.warning("--load %s has no checkpoint; starting anew", checkpoint.load)
+        logger.warning("--load %s has no checkpoint; starting anew", checkpoint.load, extra=ON_EVERY_RANK)
         return False
     _read(run, folder, parts_to_load(run))
     logger.info("loaded %s, at iteration %d", folder, run.state.iteration)
@@ -114,7 +117,7 @@ def parts_to_load(run: Run) -> Parts:
 
 
 def _read(run: Run, folder: Path, parts: Parts) -> None:
-    saved = FileSystemReader(str(folder)).read_metadata()
+    saved = on_every_rank(lambda: FileSystemReader(str(folder)).read_metadata(), run.world.device)
     _check_parts(folder, parts, saved)
     values = contents(run, parts)
     if parts.rng:
@@ -124,7 +127,9 @@ def _read(run: Run, folder: Path, parts: Parts) -> None:
     if difference and (is_strict or difference.shapes):
         raise ValueError(f"{folder} does not fit the run:\n{difference}")
     if difference:
-        logger.warning("%s does not fit the run, which keeps its own values:\n%s", folder, difference)
+        logger.warning(
+            "%s does not fit the run, which keeps its own values:\n%s", folder, difference, extra=ON_EVERY_RANK
+        )
         values = _without(values, set(difference.missing))
     try:
         dcp.load(values, checkpoint_id=str(folder), planner=DataOnlyPlanner())
@@ -173,13 +178,16 @@ def compare(values: Mapping[str, Any], saved: Metadata) -> Difference:
 
 def _rng_source(run: Run, saved: Metadata) -> str:
     """Whose random states this rank takes: its own, or rank 0's, as data-parallel ranks start with the same."""
-    own, first = rank_key(run.world.ranks.rank), rank_key(0)
-    if any(name.startswith(f"rng_state.{own}.") for name in saved.state_dict_metadata):
-        return own
-    logger.warning(
-        "the checkpoint was saved on fewer ranks; rank %d takes rank 0's random states", run.world.ranks.rank
-    )
-    return first
+    parts = (name.split(".") for name in saved.state_dict_metadata)
+    there = {part[1] for part in parts if part[0] == "rng_state"}
+    if len(there) < run.world.ranks.world_size:
+        logger.warning(
+            "the checkpoint was saved on %d ranks; the others take rank 0's random states",
+            len(there),
+            extra=ON_EVERY_RANK,
+        )
+    own = rank_key(run.world.ranks.rank)
+    return own if own in there else rank_key(0)
 
 
 def _without(values: Mapping[str, Any], names: set[str], prefix: str = "") -> dict[str, Any]:

@@ -9,12 +9,13 @@ from megatron.training.config.kernels import Kernels, Machine, choose_kernels
 from megatron.training.config.plan import RunPlan, plan_run
 from megatron.training.config.rules import check
 from megatron.training.config.schema import RunConfig
-from megatron.training.config.sources import from_yaml, load_config, to_yaml
+from megatron.training.config.sources import Reading, from_yaml, load_config, read_config, to_yaml
 
 __all__ = [
     "ConfigError",
     "Kernels",
     "Machine",
+    "Reading",
     "RunConfig",
     "RunPlan",
     "check",
@@ -23,5 +24,6 @@ __all__ = [
     "from_yaml",
     "load_config",
     "plan_run",
+    "read_config",
     "to_yaml",
 ]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron.training.config.schema import RunConfig
 from megatron.training.config.schema_parallel import DtypeOrAuto, OuterShardingStrategy, ShardingStrategy
-from megatron.training.config.spellings import ALIASES, INSTEAD, Spelling
+from megatron.training.config.spellings import ALIASES, INSTEAD, OTHER_NAMES, Spelling
 
 
 class ConfigError(ValueError):
@@ -115,8 +115,17 @@ class Flag:
             return tuple(self._parse_one(item) for item in items)
         return self._parse_one(value)
 
+    @property
+    def _expected(self) -> str:
+        if not self.choices:
+            return _TYPE_NAMES[self.base]
+        is_numbered = self.base in (ShardingStrategy, OuterShardingStrategy)
+        return "one of " + ", ".join(
+            f"{name} ({number})" if is_numbered else str(name) for number, name in enumerate(self.choices)
+        )
+
     def _parse_one(self, value: object) -> object:
-        expected = "one of " + ", ".join(map(str, self.choices)) if self.choices else _TYPE_NAMES[self.base]
+        expected = self._expected
         if isinstance(value, (dict, list)) or (isinstance(value, bool) != (self.base is bool)):
             raise ValueError(f"expected {expected}, not {value!r}")
         if value is None and self.base is not DtypeOrAuto:
@@ -206,6 +215,24 @@ class _Switch(argparse.Action):
         setattr(namespace, self.dest, option_string in self._on)
 
 
+class _Store(argparse.Action):
+    """Stores a value, or collects why it is none, so that all mistakes are told at once."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        items = values if isinstance(values, list) else [values]
+        wrong = [item for item in items if isinstance(item, ValueError)]
+        for item in wrong:
+            namespace.problems.append(f"{option_string}: {item}")
+        if not wrong:
+            setattr(namespace, self.dest, values)
+
+
 class _Parser(argparse.ArgumentParser):
     """Raises ConfigError where argparse would exit."""
 
@@ -233,10 +260,11 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
         try:
             return flag._parse_one(value)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+            return error
 
     metavar = "{" + ",".join(map(str, flag.choices)) + "}" if flag.choices else _METAVARS[flag.base]
-    group.add_argument(*flag.on, type=parse, metavar=metavar, nargs="+" if flag.is_list else None, **common)
+    nargs = "+" if flag.is_list else None
+    group.add_argument(*flag.on, type=parse, action=_Store, metavar=metavar, nargs=nargs, **common)
     for spelled, value in flag.spelling.constants.items():
         text = f"Same as {flag.on[0]} {value}."
         group.add_argument(spelled, action="store_const", const=value, **(common | {"help": text}))
@@ -278,6 +306,15 @@ def megatron_lm_flags() -> frozenset[str]:
     return frozenset(flag for line in lines for flag in line.split(" | ")[0].split())
 
 
+@cache
+def _takes_value() -> Mapping[str, bool]:
+    """Whether each accepted spelling is followed by a value."""
+    known = dict.fromkeys(accepted_flags(), False)
+    for flag in all_flags().values():
+        known |= dict.fromkeys(flag.on, flag.base is not bool)
+    return known | {"--yaml-cfg": True}
+
+
 def explain_unknown(flag: str) -> str:
     """The sentence for a flag that does not exist here: why, and what to use."""
     spelled = flag.split("=")[0]
@@ -286,20 +323,65 @@ def explain_unknown(flag: str) -> str:
         reason = "known to Megatron-LM, not supported here yet"
     if spelled in INSTEAD:
         return f"{spelled}: {reason}; {INSTEAD[spelled]}"
-    nearest = difflib.get_close_matches(spelled.replace("_", "-"), accepted_flags(), n=1, cutoff=0.75)
+    known = accepted_flags() | OTHER_NAMES.keys()
+    nearest = difflib.get_close_matches(spelled.replace("_", "-"), sorted(known), n=1, cutoff=0.75)
     if not nearest:
         return f"{spelled}: {reason}; --help lists the flags"
+    meant = OTHER_NAMES.get(nearest[0], nearest[0])
     # A flag of Megatron-LM is no typing mistake: similar names are only worth a look.
-    advice = f"did you mean {nearest[0]}?" if reason == "unknown flag" else f"see also {nearest[0]}"
+    advice = f"did you mean {meant}?" if reason == "unknown flag" else f"see also {meant}"
     return f"{spelled}: {reason}; {advice}"
 
 
-def parse_flags(argv: list[str]) -> argparse.Namespace:
-    """Only the given flags, by `section.name`. Raises ConfigError naming every unknown flag."""
-    given, unknown = build_parser().parse_known_args(argv)
-    problems = [explain_unknown(word) for word in unknown if word.startswith("--")]
-    if unknown and not problems:
-        problems = [f"unexpected argument {word!r}; flags start with --" for word in unknown]
-    if problems:
-        raise ConfigError(problems)
-    return given
+@dataclass(frozen=True, kw_only=True)
+class GivenFlags:
+    """What a command line says."""
+
+    values: Mapping[str, object]
+    """Only what was given, by `section.name`, and `yaml_cfg`."""
+    problems: tuple[str, ...]
+    """Every unknown flag, and every value that is missing or wrong."""
+
+
+def parse_flags(argv: list[str]) -> GivenFlags:
+    """The given flags, and all that is wrong with them."""
+    words, problems = _split_off_mistakes(argv)
+    namespace = argparse.Namespace(problems=[])
+    try:
+        given, unknown = build_parser().parse_known_args(words, namespace)
+    except ConfigError as error:
+        return GivenFlags(values={}, problems=(*problems, *namespace.problems, *error.problems))
+    strange = [explain_unknown(word) for word in unknown if word.startswith("--")]
+    if unknown and not strange:
+        strange = [f"unexpected argument {word!r}; flags start with --" for word in unknown]
+    values = vars(given)
+    return GivenFlags(problems=(*strange, *problems, *values.pop("problems")), values=values)
+
+
+def _split_off_mistakes(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The words without those that would make argparse stop at once, and what is wrong with those."""
+    words, problems = [], []
+    for word, after in zip(argv, [*argv, None][1:], strict=True):
+        name, has_value, _ = word.partition("=")
+        takes_value = _takes_value().get(name)
+        if takes_value is False and has_value:
+            problems.append(f"{name}: takes no value")
+        elif takes_value and not has_value and (after is None or _is_flag(after)):
+            problems.append(f"{name}: expected a value")
+        elif words and _takes_value().get(words[-1]) and _is_number(word) and word.startswith("-"):
+            words[-1] += f"={word}"  # argparse takes -1e-3 for a flag.
+        else:
+            words.append(word)
+    return words, problems
+
+
+def _is_flag(word: str) -> bool:
+    return len(word) > 1 and word.startswith("-") and " " not in word and not _is_number(word)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

@@ -6,6 +6,7 @@ the top.
 
 import dataclasses
 import difflib
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,26 +28,63 @@ from megatron.training.config.schema import RunConfig
 from megatron.training.config.spellings import OTHER_PLACES
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A configuration as far as it could be read."""
+
+    config: RunConfig
+    problems: tuple[str, ...] = ()
+    """What could not be read; those fields have their defaults."""
+    is_guess: bool = False
+    """Whole parts of the configuration are not known, so that rules would say nothing about it."""
+
+    def concerns(self, problem: str) -> bool:
+        """Whether `problem` may be no more than a consequence of those in `problems`: it is about the same flags."""
+        return not _flags_in(problem).isdisjoint(_flags_in(" ".join(self.problems)))
+
+
+def _flags_in(problem: str) -> set[str]:
+    return set(re.findall(r"--[a-z0-9][a-z0-9-]*", problem))
+
+
+def read_config(argv: list[str] | None = None) -> Reading:
+    """What the command line `argv` (default: this process's) and the YAML file that it may name say."""
+    flags = parse_flags(sys.argv[1:] if argv is None else argv)
+    given, problems = dict(flags.values), flags.problems
+    path = given.pop("yaml_cfg", None)
+    values, is_guess = {}, not flags.values and bool(problems)
+    try:
+        values = _read_yaml(path) if path else {}
+    except ConfigError as error:
+        problems, is_guess = (*problems, *error.problems), True
+    # Flags with several words arrive as lists; the configuration is immutable.
+    values |= {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    return Reading(config=_build(values), problems=problems, is_guess=is_guess)
+
+
 def load_config(argv: list[str] | None = None) -> RunConfig:
     """The configuration of the command line `argv` (default: this process's), with the YAML file that it may name.
 
-    Raises ConfigError with every unknown flag, or every unknown key and wrong value of the file.
+    Raises ConfigError with every unknown flag, missing or wrong value, of the command line and of the file.
     """
-    given = vars(parse_flags(sys.argv[1:] if argv is None else argv))
-    path = given.pop("yaml_cfg", None)
-    values = _read_yaml(path) if path else {}
-    # Flags with several words arrive as lists; the configuration is immutable.
-    values |= {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-    return _build(values)
+    reading = read_config(argv)
+    if reading.problems:
+        raise ConfigError(reading.problems)
+    return reading.config
 
 
 def from_yaml(path: Path | str) -> RunConfig:
-    """The configuration that a YAML file describes over the defaults. ConfigError tells every mistake and its place."""
+    """The configuration that the YAML file at `path` describes over the defaults.
+
+    Raises ConfigError with every mistake and its place.
+    """
+    if "\n" in str(path):
+        raise ConfigError(["from_yaml takes the path of a YAML file, not its text"])
     return _build(_read_yaml(Path(path)))
 
 
 def to_yaml(config: RunConfig) -> str:
-    """All of `config` as YAML that `from_yaml` and `--yaml-cfg` read back to the same value."""
+    """All of `config` as text that `from_yaml` and `--yaml-cfg` read back from a file to the same value."""
     tree = {name: _plain(getattr(config, name)) for name in sections()}
     return yaml.safe_dump(tree, sort_keys=False)
 

@@ -82,7 +82,7 @@ INSTEAD: dict[str, str] = {
     "--use-flash-attn": "use --attention-backend flash",
     "--encoder-seq-length": "use --seq-length",
     "--encoder-num-layers": "use --num-layers",
-    "--batch-size": "use --micro-batch-size",
+    "--batch-size": "use --micro-batch-size (of a rank) or --global-batch-size (of a step)",
     "--warmup": "use --lr-warmup-fraction",
     "--model-parallel-size": "only data parallelism is supported",
     "--checkpoint-activations": "use --recompute-activations, or --recompute-granularity full",
@@ -91,6 +91,23 @@ INSTEAD: dict[str, str] = {
     "--zero-dp-strategy": "use --data-parallel-sharding-strategy",
 }
 """What to use in place of a flag that is not here."""
+
+OTHER_NAMES: dict[str, str] = {
+    "--learning-rate": "--lr", "--max-lr": "--lr", "--min-learning-rate": "--min-lr",
+    "--warmup-steps": "--lr-warmup-iters", "--warmup-iters": "--lr-warmup-iters",
+    "--steps": "--train-iters", "--num-steps": "--train-iters", "--max-steps": "--train-iters",
+    "--iterations": "--train-iters", "--max-iters": "--train-iters",
+    "--train-batch-size": "--global-batch-size", "--per-device-train-batch-size": "--micro-batch-size",
+    "--layers": "--num-layers", "--num-hidden-layers": "--num-layers",
+    "--heads": "--num-attention-heads", "--num-heads": "--num-attention-heads",
+    "--hidden-dim": "--hidden-size", "--d-model": "--hidden-size",
+    "--sequence-length": "--seq-length", "--context-length": "--seq-length", "--block-size": "--seq-length",
+    "--dropout": "--hidden-dropout", "--max-grad-norm": "--clip-grad", "--gradient-clipping": "--clip-grad",
+    "--dataset": "--data-path", "--tokenizer": "--tokenizer-type",
+    "--output-dir": "--save", "--checkpoint-dir": "--save", "--save-dir": "--save", "--resume": "--load",
+    "--sharding-strategy": "--data-parallel-sharding-strategy", "--config": "--yaml-cfg",
+}  # fmt: skip
+"""What other programs call our flags; only to suggest ours."""
 
 OURS: dict[str, str] = {
     "ddp.fsdp_unit_modules": "Megatron-LM has it in code only",

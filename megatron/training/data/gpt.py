@@ -21,6 +21,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path,
 from megatron.core.datasets.utils import Split, get_blend_from_list
 from torch.utils.data import Dataset
 
+from megatron.training.ranks import ON_EVERY_RANK
 from megatron.training.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -154,6 +155,7 @@ def build_train_valid_test_datasets(request: DatasetRequest, counts: SampleCount
                 split.name,
                 len(dataset),
                 count,
+                extra=ON_EVERY_RANK,
             )
     return datasets
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.training.config import ConfigError, RunConfig, format_problems, load_config
 from megatron.training.config.flags import Flag, accepted_flags, all_flags, build_parser, megatron_lm_flags, sections
-from megatron.training.config.spellings import ALIASES, DEVIATIONS, INSTEAD, OTHER_PLACES, OURS
+from megatron.training.config.spellings import ALIASES, DEVIATIONS, INSTEAD, OTHER_NAMES, OTHER_PLACES, OURS
 
 FLAGS = list(all_flags().values())
 
@@ -127,6 +127,7 @@ def test_config_is_frozen_and_hashable() -> None:
     [
         ("--num-layers 3", "model.num_layers", 3),
         ("--lr=3e-4", "optimizer.lr", 3e-4),
+        ("--lr -1e-3", "optimizer.lr", -1e-3),
         ("--bf16", "precision.bf16", True),
         ("--bf16 --no-bf16", "precision.bf16", False),
         ("--disable-bias-linear", "model.add_bias_linear", False),
@@ -164,9 +165,20 @@ def test_flag_sets_its_field(argv: str, path: str, value: object) -> None:
         ("--rampup-batch-size 1 2 3", "the global batch size is constant"),
         ("--grad-reduce-in-bf16", "use --megatron-fsdp-grad-comm-dtype bf16"),
         ("--xyzzy", "--xyzzy: unknown flag; --help lists the flags"),
-        ("--lr fast", "argument --lr: expected a number, not 'fast'"),
+        ("--lerning-rate 1", "--lerning-rate: unknown flag; did you mean --lr?"),
+        ("--learning-rate 1", "did you mean --lr?"),
+        ("--max_steps 1", "did you mean --train-iters?"),
+        ("--batch-size 1", "use --micro-batch-size (of a rank) or --global-batch-size (of a step)"),
+        ("--lr fast", "--lr: expected a number, not 'fast'"),
+        ("--lr", "--lr: expected a value"),
+        ("--lr --bf16", "--lr: expected a value"),
+        ("--data-path --bf16", "--data-path: expected a value"),
+        ("--bf16=1", "--bf16: takes no value"),
         ("--optimizer muon", "expected one of adam, sgd, not 'muon'"),
-        ("--data-parallel-sharding-strategy 4", "expected one of no_shard, optim, optim_grads, optim_grads_params"),
+        (
+            "--data-parallel-sharding-strategy 4",
+            "expected one of no_shard (0), optim (1), optim_grads (2), optim_grads_params (3), not '4'",
+        ),
         ("train.yaml", "unexpected argument 'train.yaml'"),
     ],
 )
@@ -181,6 +193,18 @@ def test_unknown_flags_are_reported_together() -> None:
         load_config(["--num-layer", "3", "--hidden-sise=4"])
     assert len(raised.value.problems) == 2
     assert format_problems(raised.value).splitlines()[0] == "The configuration has 2 problems:"
+
+
+def test_other_names_lead_to_flags_that_exist() -> None:
+    assert accepted_flags().issuperset(OTHER_NAMES.values())
+    assert accepted_flags().isdisjoint(OTHER_NAMES)
+
+
+def test_all_mistakes_are_reported_together() -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config("--lr fast --seed --num-layer 3 --num-layers x --swiglu=yes --optimizer muon --bf16".split())
+    flags = [problem.split(":")[0] for problem in raised.value.problems]
+    assert sorted(flags) == ["--lr", "--num-layer", "--num-layers", "--optimizer", "--seed", "--swiglu"]
 
 
 def test_help_shows_sections_and_defaults() -> None:

@@ -11,8 +11,9 @@ import pytest
 import megatron.training
 import megatron_fsdp
 from megatron.training.config import load_config
+from megatron.training.files import make_output_folders, missing_files
 from megatron.training.launch import RunError, configure_logging, launch
-from megatron.training.ranks import Ranks
+from megatron.training.ranks import ON_EVERY_RANK, Ranks
 from megatron.training.versions import check_versions
 from tests.unit_tests.harness.rank_pool import REPO_ROOT, import_paths
 from tests.unit_tests.training.runs import TINY
@@ -71,12 +72,59 @@ def test_unknown_flags_and_unreadable_tokenizers_are_mistakes_too(as_rank, capsy
     assert "--tokenizer-model" in capsys.readouterr().err
 
 
+def test_mistyped_flags_and_rules_are_told_together_but_not_what_follows(as_rank, capsys, tmp_path):
+    as_rank(0, 2)
+    more = f"--lerning-rate 1 --hidden-size wide --seed x --tokenizer-type NullTokenizer --data-path {tmp_path}/none"
+    assert launch("megatron.training.gpt", [*WRONG, *more.split()]) == 2
+    told = capsys.readouterr().err
+    for words in (
+        "did you mean --lr?",
+        "--hidden-size: expected",
+        "--seed: expected",
+        "--num-layers is missing",
+        "7 is not divisible by",
+        f"--data-path {tmp_path}/none: {tmp_path}/none.idx does not exist",
+    ):
+        assert words in told
+    assert "--hidden-size is missing" not in told and "--lr is" not in told
+    assert told.count("NullTokenizer needs --vocab-size") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "missing"),
+    [
+        ("--data-path 0.3 {0}/a 0.7 {0}/b", ["b"]),
+        ("--data-path {0}/a {0}/b", ["b"]),
+        ("--train-data-path {0}/b --valid-data-path {0}/c --eval-iters 0", ["b"]),
+        ("--train-data-path {0}/a --valid-data-path {0}/c", ["c"]),
+    ],
+)
+def test_data_that_is_not_there(flags, missing, tmp_path):
+    (tmp_path / "a.idx").touch()
+    (tmp_path / "a.bin").touch()
+    problems = list(missing_files(load_config(flags.format(tmp_path).split())))
+    assert [problem.split(": ")[1] for problem in problems] == [
+        f"{tmp_path}/{name}.idx does not exist; make it with tools/preprocess_data.py" for name in missing
+    ]
+
+
+@pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir", "--data-cache-path"])
+def test_folders_that_cannot_be_written(flag, tmp_path):
+    make_output_folders(load_config([flag, str(tmp_path / "new" / "folder")]))
+    assert list((tmp_path / "new").iterdir()) == [tmp_path / "new" / "folder"]
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=f"^{flag} {tmp_path}/file/x cannot be written: Not a directory$"):
+        make_output_folders(load_config([flag, str(tmp_path / "file" / "x")]))
+
+
 class FailingRun:
     """In place of `megatron.training.pretrain`: the run cannot go on."""
 
-    @staticmethod
-    def pretrain(job, task, ranks):
-        raise RunError("it does not fit:\n  every name")
+    error = RunError("it does not fit:\n  every name")
+
+    @classmethod
+    def pretrain(cls, job, task, ranks):
+        raise cls.error
 
 
 @pytest.mark.parametrize(("rank", "told"), [(0, "it does not fit:\n  every name"), (1, "it does not fit:")])
@@ -86,6 +134,39 @@ def test_a_run_that_fails_says_why_without_a_traceback(rank, told, as_rank, capl
     monkeypatch.setattr("megatron.training.launch.configure_logging", lambda *_: None)
     assert launch("megatron.training.gpt", shlex.split(TINY + "--train-iters 3")) == 1
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [told]
+
+
+@pytest.mark.parametrize(("rank", "told"), [(0, ["it"]), (1, [])])
+def test_what_all_ranks_say_is_told_once(rank, told, as_rank, caplog, monkeypatch):
+    as_rank(rank, 2)
+    monkeypatch.setitem(sys.modules, "megatron.training.pretrain", FailingRun)
+    monkeypatch.setattr("megatron.training.launch.configure_logging", lambda *_: None)
+    agreed = RunError("it")
+    agreed.is_on_every_rank = True
+    monkeypatch.setattr(FailingRun, "error", agreed)
+    assert launch("megatron.training.gpt", shlex.split(TINY + "--train-iters 3")) == 1
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == told
+
+
+@pytest.mark.parametrize(("rank", "told"), [(0, "interrupted\n"), (1, "")])
+def test_ctrl_c_is_one_line(rank, told, as_rank, capsys, monkeypatch):
+    as_rank(rank, 2)
+    monkeypatch.setitem(sys.modules, "megatron.training.pretrain", FailingRun)
+    monkeypatch.setattr("megatron.training.launch.configure_logging", lambda *_: None)
+    monkeypatch.setattr(FailingRun, "error", KeyboardInterrupt())
+    assert launch("megatron.training.gpt", shlex.split(TINY + "--train-iters 3")) == 130
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize(("rank", "told"), [(0, ["all", "one"]), (1, ["[rank 1] one"])])
+def test_a_warning_of_all_ranks_is_shown_once(rank, told, monkeypatch, capsys):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    configure_logging(30, Ranks(rank=rank, local_rank=rank, world_size=2))
+    root.warning("all", extra=ON_EVERY_RANK)
+    root.warning("one")
+    assert capsys.readouterr().err.splitlines() == told
 
 
 def test_help_needs_neither_torch_nor_megatron_core():

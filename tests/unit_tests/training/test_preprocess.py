@@ -173,4 +173,17 @@ def test_the_script_runs_and_reports_progress(tmp_path):
     progress = [line for line in result.stderr.splitlines() if line.startswith("processed ")]
     assert [line.split()[1] for line in progress] == ["1000", "2000"]
     assert "docs/s" in progress[0] and "MB/s" in progress[0]
+    assert len(result.stderr.splitlines()) == 2, "nothing else is said, as by megatron-core's imports"
     assert "2500 documents, 7500 tokens" in result.stdout
+
+
+def test_options_and_models_that_are_not_there_are_one_line(tool, tmp_path, capsys):
+    source = write_json_lines(tmp_path / "corpus.jsonl", [{"text": "abc"}])
+    with pytest.raises(SystemExit):
+        tool.main(arguments(source, tmp_path / "out", "--append-eos"))
+    assert "unrecognized arguments: --append-eos; did you mean --append-eod?" in capsys.readouterr().err
+    pytest.importorskip("sentencepiece")
+    model = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(source)]
+    assert tool.main(["--input", str(source), "--output-prefix", str(tmp_path / "out"), *model]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told[-1].startswith(f"preprocess_data: error: {source}: no tokenizer that sentencepiece can read (")

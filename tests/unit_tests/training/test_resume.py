@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.training.launch import RunError
 from tests.unit_tests.training.runs import Outcome, train
@@ -78,4 +79,27 @@ def test_iterations_without_the_file_that_names_the_latest(mcore_ranks2, tmp_pat
     """Starting anew would write over them."""
     (tmp_path / "iter_0000004").mkdir()
     message = "has no latest_checkpointed_iteration.txt, but iter_0000004; pass --ckpt-step"
-    mcore_ranks2.run_expecting(RunError, message, jobs, f"--train-iters 2 --load {tmp_path}")
+    mcore_ranks2.run_expecting(RunError, message, jobs, f"--train-iters 3 --load {tmp_path}")
+
+
+def test_a_folder_that_cannot_be_written_ends_all_ranks_before_the_model_is_built(mcore_ranks2, tmp_path):
+    (tmp_path / "file").touch()
+    message = "^--save .*/file/x cannot be written: Not a directory$"
+    mcore_ranks2.run_expecting(RunError, message, jobs, f"--train-iters 3 --save {tmp_path}/file/x")
+
+
+def fail_on(bad: int) -> None:
+    from megatron.training.agree import on_every_rank
+
+    def work() -> int:
+        if dist.get_rank() >= bad:
+            raise ValueError("disk")
+        return dist.get_rank()
+
+    on_every_rank(work, torch.device("cpu"))
+
+
+def test_ranks_agree_on_what_failed(mcore_ranks2):
+    mcore_ranks2.run(fail_on, 2)
+    mcore_ranks2.run_expecting(RuntimeError, "^rank 1: disk$", fail_on, 1)
+    mcore_ranks2.run_expecting(RuntimeError, "^disk$", fail_on, 0)

@@ -157,7 +157,7 @@ def test_yaml_sets_a_field(written, text: str, path: str | None, value: object) 
         ("no_load_optim: 1", "expected true or false, not 1"),
         (
             "data_parallel_sharding_strategy: 4",
-            "expected one of no_shard, optim, optim_grads, optim_grads_params, not 4",
+            "expected one of no_shard (0), optim (1), optim_grads (2), optim_grads_params (3), not 4",
         ),
         ("seed: {a: 1}", "expected a whole number, not {'a': 1}"),
         ("seed: 1\nrng:\n  seed: 2\n", "run.yaml:3:3: rng.seed is 2, but"),
@@ -172,6 +172,17 @@ def test_yaml_mistake_is_explained(written, text: str, message: str) -> None:
 
 def test_all_yaml_mistakes_are_reported_together(written) -> None:
     assert problems_of(written("train:\n  a: 1\n  seed: 1\nlr: x\n")).count("run.yaml:") == 3
+
+
+def test_mistakes_of_flags_and_file_are_reported_together(written) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(["--yaml-cfg", str(written("lr: x")), "--seed", "y"])
+    assert len(raised.value.problems) == 2
+
+
+def test_text_is_no_path() -> None:
+    with pytest.raises(ConfigError, match="takes the path of a YAML file, not its text"):
+        from_yaml(to_yaml(RunConfig()))
 
 
 def test_missing_yaml_is_explained(tmp_path: Path) -> None:
