@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -20,6 +21,10 @@ def clip_grad_norm(buffer: ParamAndGradBuffer, max_norm: float, norm_type: float
     data-parallel group.
     """
     parts: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    # Of all groups, not of the gradients that this rank happens to hold: ranks must reduce one dtype.
+    dtype = functools.reduce(torch.promote_types, (group.facts.grad_dtype for group, _ in buffer.trained()), torch.float32)
+    for group, _ in buffer.trained():
+        dtype = torch.promote_types(dtype, group.facts.main_dtype)
     for group, param in buffer.trained():
         grad = getattr(param.sharded, "decoupled_grad", None)
         grad = param.sharded.grad if grad is None else grad
@@ -28,7 +33,7 @@ def clip_grad_norm(buffer: ParamAndGradBuffer, max_norm: float, norm_type: float
         else:
             parts.setdefault(tuple(dp_groups(group)), [])
     device = buffer.parameter_groups[0].facts.device
-    totals = [_reduced(_local(locals_, norm_type, device), groups, norm_type) for groups, locals_ in parts.items()]
+    totals = [_reduced(_local(locals_, norm_type, dtype, device), groups, norm_type) for groups, locals_ in parts.items()]
     if not totals:
         return torch.zeros((), device=device)
     stacked = torch.stack(totals)
@@ -40,12 +45,11 @@ def clip_grad_norm(buffer: ParamAndGradBuffer, max_norm: float, norm_type: float
     return norm
 
 
-def _local(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """This rank's sum of powers (its maximum for the infinity norm), in at least fp32."""
+def _local(grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """This rank's sum of powers (its maximum for the infinity norm)."""
     grads = [grad for grad in grads if grad.numel()]
     if not grads:
-        return torch.zeros((), device=device)
-    dtype = torch.promote_types(grads[0].dtype, torch.float32)
+        return torch.zeros((), dtype=dtype, device=device)
     norms = torch.stack([norm.to(dtype) for norm in foreach_norm(grads, norm_type, dtype=dtype)])
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
 

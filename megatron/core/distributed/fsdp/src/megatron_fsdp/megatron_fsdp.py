@@ -305,9 +305,10 @@ class MegatronFSDP(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales gradients so that their norm over the whole model is at most `max_norm`; returns the norm before.
 
-        **Collective**. Call it once gradients are attached (after `finish_grad_sync`, or any backward with automatic
-        synchronization).
+        **Collective**. Gradients that are not synchronized yet are synchronized first.
         """
+        if self.param_and_grad_buffer.has_open_grads:
+            self.finish_grad_sync()
         return clip_grad_norm(self.param_and_grad_buffer, max_norm, norm_type)
 
     # -- weights --------------------------------------------------------------------------------------------------

@@ -133,7 +133,8 @@ def _wrap_step(optimizer: torch.optim.Optimizer, model: Any) -> None:
         **kwargs: Any,
     ) -> Any:
         nonlocal with_state
-        if sync_grad_before_optimizer_step and not model.model_auto_sync:
+        open_grads = model.param_and_grad_buffer.has_open_grads  # automatic synchronization may have come too late
+        if sync_grad_before_optimizer_step and (open_grads or not model.model_auto_sync):
             model.finish_grad_sync()
             args = tuple(_synchronized(arg, model) for arg in args)
             kwargs = {name: _synchronized(arg, model) for name, arg in kwargs.items()}

@@ -25,6 +25,8 @@ class ParamAndGradBuffer:
         self._members = {id(group): [managed[id(raw)] for raw in group.params] for group in self.parameter_groups}
         self._shared_grads: dict[int, torch.Tensor] = {}
         """Gradients that are views of a buffer, by id of the sharded parameter; made once."""
+        self._attached: dict[int, tuple[torch.Tensor | None, int]] = {}
+        """What was attached last, and the generation it holds, by id of the sharded parameter."""
 
     @property
     def managed_params(self) -> list[ManagedParam]:
@@ -55,8 +57,12 @@ class ParamAndGradBuffer:
             RuntimeError: a parameter has been frozen or unfrozen since it was sharded.
         """
         self._check_frozenness()
+        self._schedule.wait_for_reductions()
         for group, param in self.trained():
             sharded = param.sharded
+            self._check_grad(param)
+            if group.main_grad.state is GradState.FINAL and self._is_attached(group, sharded):
+                continue  # a copy in another dtype may have been clipped since
             if group.main_grad.state is not GradState.FINAL:
                 sharded.grad = None
             elif self._use_decoupled_grad:
@@ -65,6 +71,32 @@ class ParamAndGradBuffer:
                 sharded.grad = self._shared_grad(group, sharded)
             else:
                 sharded.grad = grad_of(sharded, group.main_grad.final, sharded.dtype)
+            self._attached[id(sharded)] = (sharded.grad, group.main_grad.generation)
+
+    def _is_attached(self, group: ParamGroup, sharded: nn.Parameter) -> bool:
+        grad, generation = self._attached.get(id(sharded), (None, -1))
+        return grad is not None and grad is sharded.grad and generation == group.main_grad.generation
+
+    @property
+    def has_open_grads(self) -> bool:
+        """Some gradient has been computed and is not attached yet."""
+        return any(unit.has_stray_grads() for unit in self._schedule.units) or any(
+            group.main_grad.state is not GradState.EMPTY
+            and (group.main_grad.state is not GradState.FINAL or self._grad(param.sharded) is None)
+            for group, param in self.trained()
+        )
+
+    def _grad(self, sharded: nn.Parameter) -> torch.Tensor | None:
+        return getattr(sharded, "decoupled_grad", None) if self._use_decoupled_grad else sharded.grad
+
+    def _check_grad(self, param: ManagedParam) -> None:
+        """Raises RuntimeError if autograd, not the engine, has put a gradient on the sharded parameter."""
+        grad = param.sharded.grad
+        if grad is not None and self._attached.get(id(param.sharded), (None, 0))[0] is not grad:
+            raise RuntimeError(
+                f"{param.fqn} has a gradient that did not come through the model's forward, and would be lost. A loss "
+                "term on parameters themselves cannot be taken on sharded ones; use the optimizer's weight decay."
+            )
 
     def _check_frozenness(self) -> None:
         for param in self.managed_params:
@@ -81,9 +113,11 @@ class ParamAndGradBuffer:
 
     def zero_grad(self) -> None:
         """Empties every gradient buffer and detaches the gradients."""
+        self._schedule.wait_for_reductions()  # what is dropped here may still be read there
         for group, param in self.trained():
             group.main_grad.reset()
             param.sharded.grad = None
+            self._attached.pop(id(param.sharded), None)
             if hasattr(param.sharded, "decoupled_grad"):
                 param.sharded.decoupled_grad = None
             if hasattr(param.raw, "grad_added_to_main_grad"):
@@ -92,6 +126,7 @@ class ParamAndGradBuffer:
     @torch.no_grad()
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiplies every gradient, attached or still accumulating, by `factor`."""
+        self._schedule.wait_for_reductions()
         for group in self.parameter_groups:
             if group.main_grad is not None:
                 group.main_grad.scale(factor)

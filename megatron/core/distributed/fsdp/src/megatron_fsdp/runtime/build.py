@@ -193,7 +193,8 @@ def _agree_on_buffers(request: BuildRequest) -> None:
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
-            moved = buffer.to(request.device)
+            # Expanded buffers show one element in several places, and cannot be written to.
+            moved = buffer.to(request.device).contiguous()
             module._buffers[name] = moved
             _broadcast(moved, request.index.get_dp_group())
 
@@ -202,7 +203,7 @@ def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     if group.size() == 1 or tensor.numel() == 0:
         return
     dense = tensor.contiguous()
-    payload = dense.view(torch.uint8) if dense.dtype.itemsize == 1 and dense.dtype is not torch.bool else dense
-    dist.broadcast(payload, group=group, group_src=0)
+    # As bytes: backends know few dtypes (gloo neither float8 nor 16-bit integers).
+    dist.broadcast(dense.view(-1).view(torch.uint8), group=group, group_src=0)
     if dense.data_ptr() != tensor.data_ptr():
         tensor.copy_(dense)

@@ -53,6 +53,10 @@ class Reducer:
         self._device.current_stream().wait_stream(self._stream)
         self._in_flight.clear()
 
+    def wait_without_forgetting(self) -> None:
+        """Makes the current stream wait for every reduction; buffers on their way stay counted."""
+        self._device.current_stream().wait_stream(self._stream)
+
     def _issue(self, group: ParamGroup, staged: FlatBuffer | None, *, finalizes: bool) -> None:
         ready = self._device.record_event()
         with self._device.use(self._stream):

@@ -312,6 +312,10 @@ class Schedule:
 
     # -- the rest of a step -------------------------------------------------------------------------------------
 
+    def wait_for_reductions(self) -> None:
+        """Makes the current stream wait for every reduction that has been started."""
+        self._reducer.wait_without_forgetting()
+
     def install(self) -> None:
         """Makes every compute weight follow its main weight. **Collective** if a codec is."""
         for unit in self.units:

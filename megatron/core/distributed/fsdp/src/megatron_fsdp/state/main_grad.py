@@ -44,6 +44,8 @@ class MainGrad:
         self.final = self.buffer.part(facts.plan.finalized_grad())
         """The part of the buffer that the optimizer reads once the state is FINAL."""
         self.state = GradState.EMPTY
+        self.generation = 0
+        """Changes whenever the final gradient does."""
         self._aside: torch.Tensor | None = None
         """The reduced part of an earlier cycle that was set aside."""
         self._spent: torch.Tensor | None = None
@@ -146,6 +148,7 @@ class MainGrad:
         if self._aside is not None:
             self.final.data.add_(self._aside)
             self._aside, self._spent = None, self._aside
+        self.generation += 1
         self.state = GradState.FINAL
 
     def _reduce_deferred(self, scale: GradScale) -> None:
@@ -175,6 +178,7 @@ class MainGrad:
 
     def scale(self, factor: float | torch.Tensor) -> None:
         """Multiplies what has been accumulated by `factor`."""
+        self.generation += 1
         if self.state is GradState.FINAL:
             self.final.data.mul_(factor)
         elif self.state is GradState.ACCUMULATING:

@@ -1,0 +1,100 @@
+"""Plausible uses that once gave a silent wrong result, crashed or hung."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
+from tests.unit_tests.harness.rank_pool import RankPool
+
+
+def sharded(strategy: int = 3, **options: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Two Linear units and SGD."""
+    torch.manual_seed(0)
+    model = fully_shard_model(
+        nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), fsdp_unit_modules=[nn.Linear], zero_dp_strategy=strategy, **options
+    )
+    return model, fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+def clip_in_another_dtype(auto_sync: bool) -> float:
+    """Largest change of a weight by a step of lr 1 whose gradient was clipped to norm 1e-3 in a copy."""
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16)
+    model, optimizer = sharded(mixed_precision_policy=policy, sync_model_each_microbatch=auto_sync)
+    before = [param.full_tensor() for param in model.parameters()]
+    model(torch.ones(2, 4)).sum().backward()
+    model.clip_grad_norm_(1e-3)
+    optimizer.step()
+    return max((param.full_tensor() - old).abs().max().item() for param, old in zip(model.parameters(), before))
+
+
+@pytest.mark.parametrize("auto_sync", [True, False])
+def test_clipping_survives_until_the_step(ranks2: RankPool, auto_sync: bool) -> None:
+    for change in ranks2.run(clip_in_another_dtype, auto_sync):
+        assert 1e-5 < change < 2e-3
+
+
+def norm_before_sync() -> float:
+    """The norm of gradients that nobody has synchronized."""
+    model, _ = sharded(1, sync_model_each_microbatch=False)
+    model(torch.ones(2, 4)).sum().backward()
+    return model.clip_grad_norm_(1.0).item()
+
+
+def test_clipping_synchronizes_first(ranks2: RankPool) -> None:
+    assert all(norm > 0.1 for norm in ranks2.run(norm_before_sync))
+
+
+def sync_switched_on_late() -> float:
+    """How far a step moves when automatic synchronization is switched on after the backward."""
+    model, optimizer = sharded(1, sync_model_each_microbatch=False)
+    before = [param.full_tensor() for param in model.parameters()]
+    with model.no_sync():
+        model(torch.ones(2, 4)).sum().backward()
+    model.set_model_auto_sync(True)
+    optimizer.step()
+    return sum((param.full_tensor() - old).abs().sum().item() for param, old in zip(model.parameters(), before))
+
+
+def test_a_step_takes_gradients_that_are_not_synchronized(ranks2: RankPool) -> None:
+    assert all(moved > 0.1 for moved in ranks2.run(sync_switched_on_late))
+
+
+def norm_of_doubles_with_an_empty_rank() -> float:
+    """fp64 gradients of which one rank holds none."""
+    model = fully_shard_model(
+        nn.Linear(2, 1, bias=False).double(), mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None)
+    )
+    model(torch.ones(1, 2).double()).sum().backward()
+    return model.clip_grad_norm_(10.0).item()
+
+
+def test_ranks_reduce_one_dtype(ranks2: RankPool) -> None:
+    assert ranks2.run(norm_of_doubles_with_an_empty_rank) == [pytest.approx(math.sqrt(2))] * 2
+
+
+def penalty_on_sharded_parameters() -> None:
+    """A loss term on the parameters themselves."""
+    model, optimizer = sharded()
+    params = list(model.parameters())
+    loss = model(torch.ones(2, 4)).sum() + sum(param.to_local().square().sum() for param in params)
+    loss.backward()
+
+
+def test_a_gradient_that_would_be_lost_is_refused(ranks2: RankPool) -> None:
+    ranks2.run_expecting(RuntimeError, "did not come through the model's forward", penalty_on_sharded_parameters)
+
+
+def odd_buffers() -> list[float]:
+    """16-bit integers, and one element shown as many."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("small", torch.tensor([torch.distributed.get_rank()], dtype=torch.int16))
+    model.register_buffer("same", torch.tensor(float(torch.distributed.get_rank())).expand(3))
+    sharded_model, _ = fully_shard(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    return [sharded_model.module.small.item(), *sharded_model.module.same.tolist()]
+
+
+def test_buffers_of_any_dtype_follow_the_first_rank(ranks2: RankPool) -> None:
+    assert ranks2.run(odd_buffers) == [[0, 0.0, 0.0, 0.0]] * 2
