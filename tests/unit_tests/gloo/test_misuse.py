@@ -98,3 +98,84 @@ def odd_buffers() -> list[float]:
 
 def test_buffers_of_any_dtype_follow_the_first_rank(ranks2: RankPool) -> None:
     assert ranks2.run(odd_buffers) == [[0, 0.0, 0.0, 0.0]] * 2
+
+
+def step_between_forward_and_backward() -> None:
+    """An optimizer step while a graph of the old weights waits for its backward."""
+    model, optimizer = sharded()
+    model(torch.ones(2, 4)).sum().backward()
+    loss = model(torch.ones(2, 4)).sum()
+    optimizer.step()
+    loss.backward()
+
+
+def test_a_backward_belongs_to_the_weights_of_its_forward(ranks2: RankPool) -> None:
+    ranks2.run_expecting(RuntimeError, "have changed since its forward", step_between_forward_and_backward)
+
+
+class Residual(nn.Module):
+    """Adds to its input in place and hands it on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, 4), kept."""
+        x += self.net(torch.sin(x))
+        return x
+
+
+class Slots:
+    """An output without a dictionary of attributes."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Wrapping(nn.Module):
+    """Hands its result on in an object with slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Residual()
+
+    def forward(self, x: torch.Tensor) -> Slots:
+        """Shape (batch, 4), kept, in a Slots."""
+        return Slots(self.inner(x * 1.0))
+
+
+def gradient_of(model: nn.Module) -> torch.Tensor:
+    """The full gradient of the Linear inside after one backward, and on the way parameters that are always DTensors."""
+    output = model(torch.arange(8.0).view(2, 4)).value
+    assert all(param.to_local() is not None for param in getattr(model, "shards", list)())
+    output.square().sum().backward()
+    grad = next(model.parameters()).grad
+    return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+
+
+def changed_inputs_in_slots() -> tuple[torch.Tensor, torch.Tensor]:
+    """Our gradient and plain torch's."""
+    torch.manual_seed(1)
+    plain = Wrapping()
+    ours = Wrapping()
+    ours.load_state_dict(plain.state_dict())
+    ours, _ = fully_shard(ours, torch.optim.SGD(ours.parameters(), lr=1.0), fsdp_unit_modules=[Residual])
+    ours.shards = ours.parameters
+    return gradient_of(ours), gradient_of(plain)
+
+
+def test_an_input_changed_in_place_is_an_output_and_slots_are_looked_into(ranks2: RankPool) -> None:
+    for came, expected in ranks2.run(changed_inputs_in_slots):
+        torch.testing.assert_close(came, expected)
+
+
+def embedding_that_renormalizes() -> None:
+    """An embedding that changes its own weight."""
+    fully_shard_model(nn.Embedding(4, 4, max_norm=1.0))
+
+
+def test_weights_that_change_in_forward_are_refused(ranks2: RankPool) -> None:
+    ranks2.run_expecting(NotImplementedError, "max_norm", embedding_that_renormalizes)

@@ -212,6 +212,12 @@ class MegatronFSDP(nn.Module):
         """The module's own forward. **Collective**: every rank runs the same units."""
         return self.module(*args, **kwargs)
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The sharded parameters, also in the middle of a step, when modules hold the full ones."""
+        with self._schedule.showing_sharded():
+            found = list(super().named_parameters(*args, **kwargs))
+        yield from found
+
     # -- when to synchronize --------------------------------------------------------------------------------------
 
     @property

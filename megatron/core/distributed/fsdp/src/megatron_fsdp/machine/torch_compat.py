@@ -35,6 +35,11 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def version_of(value: object) -> int | None:
+    """How often a tensor has been changed in place; None for what does not count (torch 1.0 to 2.13)."""
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
+
+
 def premul_sum(factor: float) -> dist.ReduceOp:
     """NCCL's sum of inputs multiplied by `factor`; it has no other constructor (torch 1.13 to 2.13)."""
     return dist._make_nccl_premul_sum(factor)

@@ -50,6 +50,12 @@ def plan_and_check(
             parameters without an expert mesh; a parameter that no codec handles.
     """
     plans = plan_units(module, unit_classes, root_params)
+    for name, child in module.named_modules():
+        if getattr(child, "max_norm", None) is not None and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
+            raise NotImplementedError(
+                f"{name} is an embedding with max_norm, which changes its weight in forward; the change would be lost on "
+                "a sharded weight. Leave max_norm out."
+            )
     params = [param for plan in plans for param in plan.params]
     if not params:
         raise ValueError(f"{type(module).__name__} has no parameters; there is nothing to shard.")

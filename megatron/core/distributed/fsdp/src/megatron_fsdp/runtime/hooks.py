@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import types
 import weakref
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from megatron_fsdp.machine.torch_compat import in_backward
+from megatron_fsdp.machine.torch_compat import in_backward, version_of
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Phase, Unit
 
@@ -37,6 +39,8 @@ class _UnitHooks:
 
     def pre_forward(self, module: nn.Module, args: tuple) -> None:
         schedule, unit = self._alive()
+        if torch.is_grad_enabled():
+            unit.input_versions = {id(value): version_of(value) for value in args if isinstance(value, torch.Tensor)}
         if in_backward():
             schedule.recompute_forward(unit)
         else:
@@ -47,16 +51,21 @@ class _UnitHooks:
         tensors = list(tensors_in(output))
         awaits_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         if awaits_backward:
-            # The gradient of an input that is handed through arrives in another unit's turn.
-            given = {id(value) for value in (*args, *kwargs.values())}
+            # The gradient of an input that is handed through, unchanged, arrives in another unit's turn.
+            given = {id(value) for value in (*args, *kwargs.values()) if unit.left_alone(value)}
             own = [tensor for tensor in tensors if tensor.grad_fn is not None and id(tensor) not in given]
             if own:
-                register_multi_grad_hook(own, self.pre_backward, mode="any")
+                register_multi_grad_hook(own, functools.partial(self.pre_backward, schedule.generation), mode="any")
         if unit.phase is not Phase.BACKWARD:
             schedule.post_forward(unit, awaits_backward=awaits_backward, lends=unit.lends(tensors))
 
-    def pre_backward(self, grad: torch.Tensor) -> None:
+    def pre_backward(self, generation: int, grad: torch.Tensor) -> None:
         schedule, unit = self._alive()
+        if schedule.generation != generation:
+            raise RuntimeError(
+                f"the weights of unit {unit.label} have changed since its forward (an optimizer step or a load came in "
+                "between), so its gradients would be wrong; run backward before changing weights."
+            )
         schedule.pre_backward(unit)
 
     def _alive(self) -> tuple[Schedule, Unit]:
@@ -88,9 +97,13 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
 def _items(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         yield from value.values()
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
         yield from value
     elif dataclasses.is_dataclass(value):
         yield from (getattr(value, field.name) for field in dataclasses.fields(value))
-    elif hasattr(value, "__dict__"):
-        yield from vars(value).values()
+    else:
+        yield from getattr(value, "__dict__", {}).values()
+        for cls in type(value).__mro__:
+            slots = getattr(cls, "__slots__", ())
+            names = (slots,) if isinstance(slots, str) else slots
+            yield from (getattr(value, name) for name in names if hasattr(value, name))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 import torch
 
@@ -56,6 +58,8 @@ class Schedule:
         """Autograd is through: every gradient is complete."""
         self._reduces_early = True
         """Gradients were complete so far when their unit was left behind. If not, reductions wait for backward's end."""
+        self.generation = 0
+        """Counts installs: a backward belongs to the weights of its forward."""
         self.model_auto_sync = False
         self.is_last_microbatch = True
         self.microbatch_count = 0
@@ -323,6 +327,7 @@ class Schedule:
             for group in unit.groups:
                 group.install()
         self._installed = self.device.record_event()
+        self.generation += 1
 
     def gather_ahead(self) -> None:
         """Starts the gathers that the next forward needs first. **Collective**."""
@@ -337,6 +342,18 @@ class Schedule:
         for unit in self.units:
             if not any(group.plan.gathers_weights for group in unit.groups):
                 self._gather(unit)
+
+    @contextlib.contextmanager
+    def showing_sharded(self) -> Iterator[None]:
+        """Inside, modules show sharded parameters, whatever they are doing; nothing is gathered or released."""
+        raw = [unit for unit in self.units if unit.shows_raw]
+        for unit in raw:
+            unit.show_sharded()
+        try:
+            yield
+        finally:
+            for unit in raw:
+                unit.show_raw()
 
     def rest(self) -> None:
         """Releases every gathered weight and shows sharded parameters everywhere."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp.machine.device import Event
-from megatron_fsdp.machine.torch_compat import awaits_gradient, storage_id
+from megatron_fsdp.machine.torch_compat import awaits_gradient, storage_id, version_of
 from megatron_fsdp.state.param_group import ParamGroup
 
 
@@ -92,6 +92,8 @@ class Unit:
         """Units in whose forward it has been called, however it is registered."""
         self.joins_backward = bool(self.trainable)
         """Takes part in every backward; a frozen unit only once gradients have been seen to flow through it."""
+        self.input_versions: dict[int, int] = {}
+        """Version counters of the tensors that the forward in progress was given."""
         self.shows_raw = True
         """Modules hold the full parameters."""
 
@@ -114,6 +116,10 @@ class Unit:
     def is_expected_in_backward(self) -> bool:
         """More of its own backward will come on this rank."""
         return self.calls > self.backwards and self.joins_backward
+
+    def left_alone(self, value: object) -> bool:
+        """`value`, an input of the unit's forward, has not been changed in place by it."""
+        return self.input_versions.get(id(value)) in (None, version_of(value))
 
     def lends(self, outputs: Iterable[torch.Tensor]) -> bool:
         """Some of `outputs` are views of gathered weights, which others will read after the unit's forward."""
