@@ -1,5 +1,6 @@
 """From a data set to the tensors of a micro-batch, resumable by the number of consumed samples alone."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -77,7 +78,8 @@ class DataStream(Iterator[Sample]):
         self._name = name
         self._consumed_at_start = consumed_samples
         self._count = 0
-        self._batches: Iterator[Sample] | None = iter(loader)
+        with _signals_for_readers_pending():
+            self._batches: Iterator[Sample] | None = iter(loader)
 
     def __next__(self) -> Sample:
         """The next micro-batch in host memory; raises DataExhaustedError when there is none."""
@@ -141,6 +143,19 @@ def get_batch(stream: Iterator[Sample], device: torch.device) -> Batch:
     return Batch(**moved)
 
 
+@contextlib.contextmanager
+def _signals_for_readers_pending() -> Iterator[None]:
+    """Processes that are started inside get no SIGINT or SIGTERM until they are ready to judge it.
+
+    Otherwise one that comes early ends them, or is lost in a handler that they inherit.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _leave_interrupts_to_the_trainer(worker: int) -> None:
     """Ctrl-C and a launcher's SIGTERM reach the whole process group; only the trainer should act on them.
 
@@ -148,8 +163,8 @@ def _leave_interrupts_to_the_trainer(worker: int) -> None:
     torch's own watchdog, which looks for the parent every few seconds.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Blocked, and so pending until the thread takes it; threads started later inherit that.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    # Blocked since the start, and here for good: pending until the thread takes it. Threads started later inherit that.
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGTERM})
     threading.Thread(target=_end_when_the_trainer_says_so, args=(os.getppid(),), daemon=True).start()
 
 
