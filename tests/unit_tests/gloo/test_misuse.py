@@ -1,5 +1,6 @@
 """Plausible uses that once gave a silent wrong result, crashed or hung."""
 
+import copy
 import math
 
 import pytest
@@ -179,3 +180,32 @@ def embedding_that_renormalizes() -> None:
 
 def test_weights_that_change_in_forward_are_refused(ranks2: RankPool) -> None:
     ranks2.run_expecting(NotImplementedError, "max_norm", embedding_that_renormalizes)
+
+
+def penalty(model: nn.Module) -> torch.Tensor:
+    """A loss that contains the norm of the input's gradient."""
+    inputs = torch.ones(2, 4, requires_grad=True)
+    loss = model(inputs).sum()
+    (grad,) = torch.autograd.grad(loss, inputs, create_graph=True)
+    return loss + grad.square().sum()
+
+
+def gradient_penalty(strategy: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Our full gradients beside plain torch's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    plain = copy.deepcopy(model)
+    model, _ = fully_shard(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), fsdp_unit_modules=[nn.Linear], zero_dp_strategy=strategy
+    )
+    for each in (model, plain):
+        penalty(each).backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return [(ours.grad.full_tensor(), torch.zeros_like(p) if p.grad is None else p.grad) for ours, p in pairs]
+
+
+def test_second_derivatives_are_refused_where_weights_are_released(ranks2: RankPool) -> None:
+    ranks2.run_expecting(NotImplementedError, "create_graph=True", gradient_penalty, 3)
+    for strategy in (0, 1, 2):
+        for ours, expected in ranks2.run(gradient_penalty, strategy)[0]:
+            torch.testing.assert_close(ours, expected)

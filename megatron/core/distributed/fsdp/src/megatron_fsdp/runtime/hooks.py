@@ -66,6 +66,11 @@ class _UnitHooks:
                 f"the weights of unit {unit.label} have changed since its forward (an optimizer step or a load came in "
                 "between), so its gradients would be wrong; run backward before changing weights."
             )
+        if torch.is_grad_enabled() and unit.gathers_weights:
+            raise NotImplementedError(
+                f"unit {unit.label} is differentiated with create_graph=True, whose second backward would read weights that "
+                "have been released by then; use zero_dp_strategy 2 or less for gradient penalties."
+            )
         schedule.pre_backward(unit)
 
     def _alive(self) -> tuple[Schedule, Unit]:

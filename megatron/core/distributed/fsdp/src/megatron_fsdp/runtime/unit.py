@@ -108,6 +108,11 @@ class Unit:
         return any(group.needs_gather for group in self.groups)
 
     @property
+    def gathers_weights(self) -> bool:
+        """Some of its weights are there only while it computes."""
+        return any(group.plan.gathers_weights for group in self.groups)
+
+    @property
     def is_unsharded(self) -> bool:
         """Every group is readable in full (its gather may still be running)."""
         return all(group.is_unsharded for group in self.groups)
