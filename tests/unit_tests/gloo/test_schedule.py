@@ -30,7 +30,7 @@ def test_unusual_control_flow_trains_like_one_process(ranks2: RankPool, task: st
         ranks2,
         [
             Case(task=task, microbatches=2, sharding=Sharding(strategy=strategy, units=units, is_poisoned=is_poisoned))
-            for strategy, is_poisoned in ((0, True), (1, False), (2, True), (3, True), (3, False))
+            for strategy, is_poisoned in ((0, True), (1, False), (2, True), (3, False), (3, True))
         ],
     )
 
@@ -118,17 +118,29 @@ def train(model, optimizer, case: Case, microbatches: list, forwards: int) -> No
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("forwards", [1, 2])
-@pytest.mark.parametrize(
-    "task",
-    ["integers", "integers_reentrant", "integers_non_reentrant", "span_reentrant", "span_non_reentrant", "frozen_first", "alternating"],
-)
-def test_two_units_and_two_gradient_buffers_are_alive_at_most(ranks2: RankPool, task: str, forwards: int) -> None:
-    for most_gathered, most_scratches, rest, _ in ranks2.run(job_peak, task, 1 << 22, forwards):
-        # Where the backward of a second forward begins, the last unit of the first one is still there.
-        assert most_gathered <= (2 if forwards == 1 else 3)
-        assert most_scratches <= 2
-        assert rest == [([], 0)] * 2
+PEAK_TASKS = [
+    "integers",
+    "integers_reentrant",
+    "integers_non_reentrant",
+    "span_reentrant",
+    "span_non_reentrant",
+    "frozen_first",
+    "alternating",
+]
+
+
+def job_peaks() -> dict[tuple[str, int], list]:
+    """The peaks of every task, with a backward for each forward and for two."""
+    return {(task, forwards): job_peak(task, 1 << 22, forwards) for task in PEAK_TASKS for forwards in (1, 2)}
+
+
+def test_two_units_and_two_gradient_buffers_are_alive_at_most(ranks2: RankPool) -> None:
+    for by_case in ranks2.run(job_peaks):
+        for (task, forwards), (most_gathered, most_scratches, rest, _) in by_case.items():
+            # Where the backward of a second forward begins, the last unit of the first one is still there.
+            assert most_gathered <= (2 if forwards == 1 else 3), (task, forwards)
+            assert most_scratches <= 2, (task, forwards)
+            assert rest == [([], 0)] * 2, (task, forwards)
 
 
 def test_a_large_embedding_and_head_are_units_of_their_own(ranks2: RankPool) -> None:
@@ -177,39 +189,46 @@ def test_between_steps_no_full_weight_exists(ranks2: RankPool, task: str) -> Non
 # ---- leaks ----
 
 
-def job_leak(strategy: int, task: str) -> dict[str, bool]:
-    """What of a model is still alive when its last reference is gone, with the garbage collector off."""
-    case = Case(task=task, microbatches=2, sharding=Sharding(strategy=strategy, units=(TASKS[task].unit,)))
+def job_leaks(cases: list[Case]) -> list[dict[str, bool]]:
+    """What of each model is still alive when its last reference is gone, with the garbage collector off."""
     gc.collect()
     gc.disable()
     try:
-        model, optimizer = build_sharded(TASKS[task].build, case.recipe, case.sharding)
-        for microbatches in case.batches(dist.get_world_size()):
-            train_step(model, optimizer, case.recipe, microbatches)
-        model.state_dict()
-        groups = model.param_and_grad_buffer.parameter_groups
-        refs = {
-            "model": weakref.ref(model),
-            "module": weakref.ref(model.module),
-            "schedule": weakref.ref(model._schedule),
-            "group": weakref.ref(groups[0]),
-            "weight": weakref.ref(groups[0].model_weight_buffer.data),
-            "main_weight": weakref.ref(groups[0].main_weight_buffer.data),
-            "gradient": weakref.ref(groups[-1].main_grad_buffer.data),
-            "raw": weakref.ref(groups[0].params[0]),
-            "sharded": weakref.ref(next(model.parameters())),
-        }
-        del model, optimizer, groups, microbatches
-        return {name: ref() is not None for name, ref in refs.items()}
+        return [_leaks(case) for case in cases]
     finally:
         gc.enable()
 
 
-@pytest.mark.parametrize("task", ["integers", "integers_reentrant", "tied"])
-@pytest.mark.parametrize("strategy", [0, 3])
-def test_a_deleted_model_is_freed_at_once(ranks2: RankPool, strategy: int, task: str) -> None:
-    for alive in ranks2.run(job_leak, strategy, task):
-        assert not any(alive.values()), alive
+def _leaks(case: Case) -> dict[str, bool]:
+    model, optimizer = build_sharded(TASKS[case.task].build, case.recipe, case.sharding)
+    for microbatches in case.batches(dist.get_world_size()):
+        train_step(model, optimizer, case.recipe, microbatches)
+    model.state_dict()
+    groups = model.param_and_grad_buffer.parameter_groups
+    refs = {
+        "model": weakref.ref(model),
+        "module": weakref.ref(model.module),
+        "schedule": weakref.ref(model._schedule),
+        "group": weakref.ref(groups[0]),
+        "weight": weakref.ref(groups[0].model_weight_buffer.data),
+        "main_weight": weakref.ref(groups[0].main_weight_buffer.data),
+        "gradient": weakref.ref(groups[-1].main_grad_buffer.data),
+        "raw": weakref.ref(groups[0].params[0]),
+        "sharded": weakref.ref(next(model.parameters())),
+    }
+    del model, optimizer, groups
+    return {name: ref() is not None for name, ref in refs.items()}
+
+
+def test_a_deleted_model_is_freed_at_once(ranks2: RankPool) -> None:
+    cases = [
+        Case(task=task, microbatches=2, sharding=Sharding(strategy=strategy, units=(TASKS[task].unit,)))
+        for task in ("integers", "integers_reentrant", "tied", "lending")
+        for strategy in (0, 3)
+    ]
+    for by_case in ranks2.run(job_leaks, cases):
+        for case, alive in zip(cases, by_case, strict=True):
+            assert not any(alive.values()), (case, alive)
 
 
 def job_growth() -> list[int]:
@@ -246,8 +265,12 @@ def test_a_module_does_not_outlive_its_sharded_model_unnoticed(ranks2: RankPool)
     ranks2.run_expecting(RuntimeError, "blocks|keep a reference to the sharded model", job_orphan)
 
 
-def job_warnings(task: str, forwards: int) -> list[str]:
-    """Warnings of the schedule in two steps."""
+def job_warnings(cases: list[tuple[str, int]]) -> list[list[str]]:
+    """Warnings of the schedule in two steps of each task, with a backward for so many forwards."""
+    return [_warnings(*case) for case in cases]
+
+
+def _warnings(task: str, forwards: int) -> list[str]:
     case = Case(task=task, microbatches=2, sharding=Sharding(units=(TASKS[task].unit,)))
     seen: list[str] = []
     with mock.patch("megatron_fsdp.runtime.schedule.logger.warning", seen.append):
@@ -258,12 +281,13 @@ def job_warnings(task: str, forwards: int) -> list[str]:
 
 
 def test_only_gradients_in_several_parts_make_reductions_wait(ranks2: RankPool) -> None:
-    for task in ("integers_reentrant", "span_reentrant", "twice_reentrant"):
-        first, second = ranks2.run(job_warnings, task, 2)
-        assert len(first) == len(second) == 1 and "came in several parts" in first[0], task
-        assert ranks2.run(job_warnings, task, 1) == [[], []], task
-    for task in ("shuffled", "reversed", "alternating", "twice", "branches", "sandwich", "span_non_reentrant"):
-        assert ranks2.run(job_warnings, task, 1) == ranks2.run(job_warnings, task, 2) == [[], []], task
+    in_parts = ["integers_reentrant", "span_reentrant", "twice_reentrant"]
+    for first in ranks2.run(job_warnings, [(task, 2) for task in in_parts]):
+        assert all(len(seen) == 1 and "came in several parts" in seen[0] for seen in first), first
+    at_once = [*in_parts, "shuffled", "reversed", "alternating", "twice", "branches", "sandwich", "span_non_reentrant"]
+    at_once = [(task, 1) for task in at_once] + [(task, 2) for task in at_once if task not in in_parts]
+    for seen in ranks2.run(job_warnings, at_once):
+        assert seen == [[]] * len(at_once)
 
 
 def job_gathers(task: str) -> list[list[str]]:
