@@ -1,6 +1,7 @@
 """From a data set to the tensors of a micro-batch, resumable by the number of consumed samples alone."""
 
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -14,6 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 from megatron.training.data.samplers import MegatronPretrainingRandomSampler, MegatronPretrainingSampler
 
 Sample = Mapping[str, torch.Tensor]
+
+_TRAINER_CHECK_INTERVAL_S = 1.0
+"""How long a reader may outlive its trainer."""
 
 
 class Batch(NamedTuple):
@@ -121,7 +125,7 @@ def build_data_loader(dataset: Dataset, consumed_samples: int, options: LoaderOp
         num_workers=options.num_workers,
         pin_memory=options.device.type == "cuda",
         persistent_workers=options.num_workers > 0,
-        worker_init_fn=_leave_interrupts_to_the_trainer,
+        worker_init_fn=functools.partial(_leave_interrupts_to_the_trainer, trainer=os.getpid()),
         # Without its own generator the loader draws from torch's, and resuming would change the model's randomness.
         generator=torch.Generator().manual_seed(options.seed),
     )
@@ -156,20 +160,24 @@ def _signals_for_readers_pending() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _leave_interrupts_to_the_trainer(worker: int) -> None:
-    """Ctrl-C and a launcher's SIGTERM reach the whole process group; only the trainer should act on them.
+def _leave_interrupts_to_the_trainer(worker: int, *, trainer: int) -> None:
+    """Ctrl-C and a launcher's SIGTERM reach the whole process group; only the process `trainer` should act on them.
 
-    A trainer that saves before it ends needs its readers until then. One that dies without a word is noticed by
-    torch's own watchdog, which looks for the parent every few seconds.
+    A trainer that saves before it ends needs its readers until then.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Blocked since the start, and here for good: pending until the thread takes it. Threads started later inherit that.
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGTERM})
-    threading.Thread(target=_end_when_the_trainer_says_so, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_the_trainer, args=(trainer,), daemon=True).start()
 
 
-def _end_when_the_trainer_says_so(trainer: int) -> None:
-    """A trainer that exits without closing its loaders terminates its readers, and waits for them."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
-        pass
+def _end_with_the_trainer(trainer: int) -> None:
+    """Ends this process when the trainer says so, as one that exits without closing its loaders does, or is no more.
+
+    torch's own watchdog would not notice a trainer that died before the watchdog was made.
+    """
+    while os.getppid() == trainer:
+        received = signal.sigtimedwait({signal.SIGTERM}, _TRAINER_CHECK_INTERVAL_S)
+        if received is not None and received.si_pid == trainer:
+            break
     os._exit(0)

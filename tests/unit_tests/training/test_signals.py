@@ -13,10 +13,8 @@ from tests.unit_tests.harness.rank_pool import REPO_ROOT, import_paths
 READER_SCRIPT = """
     import os, pathlib, signal, sys, time
     import torch
-    from torch.utils.data._utils import worker
     from megatron.training.data.loader import LoaderOptions, build_data_stream
 
-    worker.MP_STATUS_CHECK_INTERVAL = 0.2
     received = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: received.append(number))
