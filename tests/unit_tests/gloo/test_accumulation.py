@@ -191,8 +191,12 @@ def test_accumulation_is_exact_on_two_axes(ranks4: RankPool, plan: str) -> None:
         compare(one, by_rank)
 
 
-def job_presence(strategy: int) -> list:
-    """Which gradients are there, and how large, at every stage of a step."""
+def job_presence() -> list[list]:
+    """Of each strategy, which gradients are there, and how large, at every stage of a step."""
+    return [_stages(strategy) for strategy in STRATEGIES]
+
+
+def _stages(strategy: int) -> list:
     one = case(strategy, task="odd", microbatches=1)
     model, optimizer = build_sharded(TASKS["odd"].build, one.recipe, one.sharding)
     (ranks,), *_ = one.batches(dist.get_world_size())
@@ -212,69 +216,68 @@ def _presence(model) -> bool | None:
     return found.pop() if len(found) == 1 else None
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_are_absent_before_the_sync_and_there_on_every_rank_after_it(ranks3: RankPool, strategy: int) -> None:
-    results = ranks3.run(job_presence, strategy)
-    for before, after_backward, after_sync, after_zero, _ in results:
-        assert (before, after_backward, after_sync, after_zero) == (False, False, True, False)
-    if strategy:
-        assert any(size == 0 for *_, sizes in results for size in sizes), "some rank was to own nothing of a parameter"
+def test_gradients_are_absent_before_the_sync_and_there_on_every_rank_after_it(ranks3: RankPool) -> None:
+    for strategy, *by_rank in zip(STRATEGIES, *ranks3.run(job_presence), strict=True):
+        for before, after_backward, after_sync, after_zero, _ in by_rank:
+            assert (before, after_backward, after_sync, after_zero) == (False, False, True, False), strategy
+        if strategy:
+            assert any(size == 0 for *_, sizes in by_rank for size in sizes), "some rank was to own nothing of a parameter"
 
 
-def job_collectives(strategy: int, is_last: bool) -> list[list[str]]:
+def job_collectives(cases: list[tuple[int, bool]]) -> list[list[list[str]]]:
     """The reductions of one backward and of the synchronization after it, by name."""
-    one = case(strategy, microbatches=1)
-    model, _ = build_sharded(TASKS["integers"].build, one.recipe, one.sharding)
-    model.is_last_microbatch = is_last
-    (ranks,), *_ = one.batches(2)
-    with collectives_heard() as during:
-        backward(model, one.recipe, ranks[dist.get_rank()])
-    with collectives_heard() as after:
-        model.finish_grad_sync()
-    return [[_short(name) for name in heard if "reduce" in name] for heard in (during, after)]
+    found = []
+    for strategy, is_last in cases:
+        one = case(strategy, microbatches=1)
+        model, _ = build_sharded(TASKS["integers"].build, one.recipe, one.sharding)
+        model.is_last_microbatch = is_last
+        (ranks,), *_ = one.batches(2)
+        with collectives_heard() as during:
+            backward(model, one.recipe, ranks[dist.get_rank()])
+        with collectives_heard() as after:
+            model.finish_grad_sync()
+        found.append([[_short(name) for name in heard if "reduce" in name] for heard in (during, after)])
+    return found
 
 
 def _short(name: str) -> str:
     return "reduce_scatter" if "scatter" in name else "all_reduce"
 
 
-@pytest.mark.parametrize(
-    ("strategy", "is_last", "during", "after"),
-    [
-        (0, False, [], ["all_reduce"] * 4),
-        (0, True, ["all_reduce"] * 4, []),
-        (1, False, [], ["reduce_scatter"] * 4),
-        (1, True, ["reduce_scatter"] * 4, []),
-        (2, False, ["reduce_scatter"] * 4, []),
-        (3, True, ["reduce_scatter"] * 4, []),
-    ],
-)
-def test_reductions_come_when_the_table_says(ranks2: RankPool, strategy: int, is_last: bool, during: list, after: list) -> None:
-    assert ranks2.run(job_collectives, strategy, is_last) == [[during, after]] * 2
+def test_reductions_come_when_the_table_says(ranks2: RankPool) -> None:
+    expected = {
+        (0, False): [[], ["all_reduce"] * 4],
+        (0, True): [["all_reduce"] * 4, []],
+        (1, False): [[], ["reduce_scatter"] * 4],
+        (1, True): [["reduce_scatter"] * 4, []],
+        (2, False): [["reduce_scatter"] * 4, []],
+        (3, True): [["reduce_scatter"] * 4, []],
+    }
+    assert ranks2.run(job_collectives, list(expected)) == [list(expected.values())] * 2
 
 
-def job_zero_grad(strategy: int) -> tuple:
-    """Gradients of one backward, and of the same one after another was forgotten in torch's own way."""
-    one = case(strategy, microbatches=2)
-    model, _ = build_sharded(TASKS["integers"].build, one.recipe, one.sharding)
-    (first, second), *_ = one.batches(2)
-    seen = []
-    for ranks in (first, second):
-        model.zero_grad()
-        backward(model, one.recipe, ranks[dist.get_rank()])
-        model.finish_grad_sync()
-        seen.append(full_grads(model))
-    return seen
+def job_zero_grad() -> list[list[dict[str, torch.Tensor]]]:
+    """Of each strategy, gradients of one backward, and of another one after the first was forgotten in torch's own way."""
+    found = []
+    for strategy in STRATEGIES:
+        one = case(strategy, microbatches=2)
+        model, _ = build_sharded(TASKS["integers"].build, one.recipe, one.sharding)
+        found.append([])
+        for ranks in one.batches(2)[0]:
+            model.zero_grad()
+            backward(model, one.recipe, ranks[dist.get_rank()])
+            model.finish_grad_sync()
+            found[-1].append(full_grads(model))
+    return found
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_modules_own_zero_grad_forgets_the_sum_too(ranks2: RankPool, strategy: int) -> None:
-    seen = ranks2.run(job_zero_grad, strategy)[0]
-    one = case(strategy, microbatches=2)
+def test_the_modules_own_zero_grad_forgets_the_sum_too(ranks2: RankPool) -> None:
+    one = case(0, microbatches=2)
     model = TASKS["integers"].build()
-    for grads, ranks in zip(seen, one.batches(2)[0], strict=True):
-        model.zero_grad()
-        for inputs, target in ranks:
-            (one.recipe.loss_fn(model(inputs), target) / 2).backward()
-        for name, param in model.named_parameters():
-            assert torch.equal(grads[name], param.grad), name
+    for seen in ranks2.run(job_zero_grad)[0]:
+        for grads, ranks in zip(seen, one.batches(2)[0], strict=True):
+            model.zero_grad()
+            for inputs, target in ranks:
+                (one.recipe.loss_fn(model(inputs), target) / 2).backward()
+            for name, param in model.named_parameters():
+                assert torch.equal(grads[name], param.grad), name

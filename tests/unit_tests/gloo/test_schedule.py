@@ -309,35 +309,42 @@ def test_the_first_forward_teaches_the_order(ranks2: RankPool) -> None:
     assert second == third == ["root", "blocks.2", "blocks.1", "blocks.0"]
 
 
-def job_outside_the_root(strategy: int) -> list[torch.Tensor]:
+def job_outside_the_root(strategies: list[int]) -> list[list[torch.Tensor]]:
     """Units called by hand, without the model's forward; gradients come all the same."""
-    case = Case(task="integers", sharding=Sharding(strategy=strategy, units=(MLPBlock, torch.nn.Linear)))
-    model, _ = build_sharded(TASKS["integers"].build, case.recipe, case.sharding)
-    x = torch.ones(2, 6)
-    for block in reversed(model.module.blocks):
-        x = block(x)
-    x.sum().backward()
-    model.finish_grad_sync()
-    return [x.detach(), full_grads(model)["blocks.1.linear.weight"]]
+    found = []
+    for strategy in strategies:
+        case = Case(task="integers", sharding=Sharding(strategy=strategy, units=(MLPBlock, torch.nn.Linear)))
+        model, _ = build_sharded(TASKS["integers"].build, case.recipe, case.sharding)
+        x = torch.ones(2, 6)
+        for block in reversed(model.module.blocks):
+            x = block(x)
+        x.sum().backward()
+        model.finish_grad_sync()
+        found.append([x.detach(), full_grads(model)["blocks.1.linear.weight"]])
+    return found
 
 
-@pytest.mark.parametrize("strategy", [0, 1, 3])
-def test_units_may_be_called_by_hand(ranks2: RankPool, strategy: int) -> None:
+def test_units_may_be_called_by_hand(ranks2: RankPool) -> None:
     module = TASKS["integers"].build()
     x = torch.ones(2, 6)
     for block in reversed(module.blocks):
         x = block(x)
     x.sum().backward()
-    for output, grad in ranks2.run(job_outside_the_root, strategy):
-        assert torch.equal(output, x.detach())
-        assert torch.equal(grad, module.blocks[1].linear.weight.grad)
+    for by_strategy in ranks2.run(job_outside_the_root, [0, 1, 3]):
+        for output, grad in by_strategy:
+            assert torch.equal(output, x.detach())
+            assert torch.equal(grad, module.blocks[1].linear.weight.grad)
 
 
 # ---- what is communicated ----
 
 
-def job_collectives(task: str, strategy: int, outer: int | None) -> list[list[str]]:
-    """Collectives of the third of three steps: in forward, in backward, in the step."""
+def job_collectives(cases: list[tuple]) -> list[list[list[str]]]:
+    """Collectives of the third of three steps of each case: in forward, in backward, in the step."""
+    return [_collectives(*case) for case in cases]
+
+
+def _collectives(task: str, strategy: int, outer: int | None) -> list[list[str]]:
     case = Case(task=task, steps=3, sharding=Sharding(strategy=strategy, outer=outer, units=(TASKS[task].unit,)))
     model, optimizer = build_sharded(TASKS[task].build, case.recipe, case.sharding)
     for (ranks,) in case.batches(dist.get_world_size()):
@@ -356,26 +363,30 @@ def _kind(name: str) -> str:
     return "scatter" if "scatter" in name else "gather" if "gather" in name else "reduce"
 
 
-@pytest.mark.parametrize(
-    ("task", "strategy", "outer", "forward", "backward"),
-    [
-        # Three units and the root.
-        ("integers", 0, None, [], ["reduce"] * 4),
-        ("integers", 1, None, ["gather"] * 4, ["scatter"] * 4),
-        ("integers", 2, None, ["gather"] * 4, ["scatter"] * 4),
-        ("integers", 3, None, ["gather"] * 4, ["gather", "gather", "scatter"] + ["gather", "scatter"] + ["scatter"] * 2),
-        # Frozen weights do not change, so what rests whole is never gathered again; sharded ones are not reduced.
-        ("frozen_but_head", 1, None, ["gather"], ["scatter"]),
-        ("frozen_but_head", 2, None, ["gather"], ["scatter"]),
-        ("frozen_but_head", 3, None, ["gather"] * 4, ["scatter"]),
-        ("frozen_but_first", 3, None, ["gather"] * 4, ["gather"] * 3 + ["scatter"]),
-        # On two axes the outer one follows the inner one in backward, and comes first in forward.
-        ("integers", 3, 0, ["gather"] * 4, ["gather", "gather"] + ["scatter", "reduce", "gather"] + ["scatter", "reduce"] * 3),
-        ("integers", 3, 1, ["gather"] * 8, ["gather", "gather"] + ["scatter", "scatter", "gather"] + ["scatter"] * 6),
-    ],
-)
+GATHER, SCATTER, REDUCE = ["gather"], ["scatter"], ["reduce"]
+#: (task, strategy, outer strategy) -> collectives in forward and in backward. There are three units and the root.
+TABLE = {
+    ("integers", 0, None): ([], REDUCE * 4),
+    ("integers", 1, None): (GATHER * 4, SCATTER * 4),
+    ("integers", 2, None): (GATHER * 4, SCATTER * 4),
+    ("integers", 3, None): (GATHER * 4, GATHER * 2 + SCATTER + GATHER + SCATTER * 3),
+    # Frozen weights do not change, so what rests whole is never gathered again; sharded ones are not reduced.
+    ("frozen_but_head", 1, None): (GATHER, SCATTER),
+    ("frozen_but_head", 2, None): (GATHER, SCATTER),
+    ("frozen_but_head", 3, None): (GATHER * 4, SCATTER),
+    ("frozen_but_first", 3, None): (GATHER * 4, GATHER * 3 + SCATTER),
+}
+#: On two axes the outer one follows the inner one in backward, and comes first in forward.
+TABLE_OF_TWO_AXES = {
+    ("integers", 3, 0): (GATHER * 4, GATHER * 2 + SCATTER + REDUCE + GATHER + (SCATTER + REDUCE) * 3),
+    ("integers", 3, 1): (GATHER * 8, GATHER * 2 + SCATTER * 2 + GATHER + SCATTER * 6),
+}
+
+
+@pytest.mark.parametrize(("ranks", "table"), [(2, TABLE), (4, TABLE_OF_TWO_AXES)], ids=["one_axis", "two_axes"])
 def test_a_step_communicates_what_the_table_says_and_nothing_else(
-    rank_pools: dict[int, RankPool], task: str, strategy: int, outer: int | None, forward: list, backward: list
+    rank_pools: dict[int, RankPool], ranks: int, table: dict
 ) -> None:
-    for heard in rank_pools[2 if outer is None else 4].run(job_collectives, task, strategy, outer):
-        assert heard == [forward, backward, []]
+    for by_case in rank_pools[ranks].run(job_collectives, list(table)):
+        for case, heard in zip(table, by_case, strict=True):
+            assert heard == [*table[case], []], case

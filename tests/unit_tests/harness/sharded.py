@@ -46,6 +46,14 @@ class Piece:
     start: int
     values: torch.Tensor
 
+    def __reduce__(self) -> tuple:
+        # As bytes: there are thousands of them, and a tensor takes long to travel.
+        return _unpacked, (self.start, self.values.dtype, self.values.view(torch.uint8).numpy().tobytes())
+
+
+def _unpacked(start: int, dtype: torch.dtype, raw: bytes) -> Piece:
+    return Piece(start, torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype))
+
 
 @dataclasses.dataclass(frozen=True)
 class RankStep:
