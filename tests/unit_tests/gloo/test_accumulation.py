@@ -107,6 +107,19 @@ def evaluate(model, batch) -> None:
     assert all(torch.equal(outputs[0], output) for output in outputs)
 
 
+def gathered_ahead(model, recipe, batches) -> list[float]:
+    """Weights are asked for before they are needed, in every way, and sent back."""
+    losses = []
+    for number, batch in enumerate(batches):
+        model.start_param_sync(force_sync=number == 1)
+        if number == 2:
+            model.synchronize_param_gather()
+            assert_resting(model)
+        losses.append(backward(model, recipe, batch))
+    model.start_param_sync()
+    return losses
+
+
 def forward_before_backward(model, recipe, batches) -> list[float]:
     """All forwards, an evaluation, then all backwards, the last one first, as pipelines may."""
     losses = [recipe.loss_fn(model(inputs), target) for inputs, target in batches]
@@ -165,6 +178,7 @@ PLANS = {
         automatic,
         automatic_at_times,
         forwards_in_between,
+        gathered_ahead,
         forward_before_backward,
         one_backward_for_all,
         attempts_that_fail,

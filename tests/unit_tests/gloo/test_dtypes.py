@@ -181,3 +181,31 @@ def test_small_updates_gather_in_the_main_weights(ranks2: RankPool) -> None:
         for total, output in by_strategy:
             assert total == 3 * (1 + 2.0**-7)
             assert output == torch.tensor(3 * (1 + 2.0**-7)).to(BF16).float()
+
+
+def job_autocast() -> list[dict[str, torch.Tensor]]:
+    """Of each strategy, the gradients of an fp32 model that computes in bf16, recomputing one unit after the other."""
+    found = []
+    for strategy in STRATEGIES:
+        torch.manual_seed(0)
+        model = shard(TinyMLP(recompute="non_reentrant"), Sharding(strategy=strategy, units=(MLPBlock,)))
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.ones(2, 6)).square().sum()
+            loss.backward()
+        model.finish_grad_sync()
+        found.append(full_grads(model))
+    return found
+
+
+def test_autocast_computes_in_bf16_and_leaves_fp32_gradients(ranks2: RankPool) -> None:
+    torch.manual_seed(0)
+    plain = TinyMLP()
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = plain(torch.ones(2, 6)).square().sum()
+        loss.backward()
+    for by_strategy in ranks2.run(job_autocast):
+        for grads in by_strategy:
+            for name, param in plain.named_parameters():
+                torch.testing.assert_close(grads[name], param.grad, rtol=1e-6, atol=1e-6, msg=name)
