@@ -21,7 +21,8 @@ STRATEGIES = (0, 1, 2, 3)
 
 
 def case(strategy: int, *, microbatches: int = 3, task: str = "integers", outer: int | None = None, **options) -> Case:
-    sharding = Sharding(strategy=strategy, units=(TASKS[task].unit,), outer=outer, is_poisoned=strategy != 3, options=options)
+    units = (TASKS[task].unit,)
+    sharding = Sharding(strategy=strategy, units=units, outer=outer, is_poisoned=strategy != 3, options=options)
     return Case(task=task, microbatches=microbatches, sharding=sharding)
 
 
@@ -235,7 +236,7 @@ def test_gradients_are_absent_before_the_sync_and_there_on_every_rank_after_it(r
         for before, after_backward, after_sync, after_zero, _ in by_rank:
             assert (before, after_backward, after_sync, after_zero) == (False, False, True, False), strategy
         if strategy:
-            assert any(size == 0 for *_, sizes in by_rank for size in sizes), "some rank was to own nothing of a parameter"
+            assert any(0 in sizes for *_, sizes in by_rank), "some rank was to own nothing of a parameter"
 
 
 def job_collectives(cases: list[tuple[int, bool]]) -> list[list[list[str]]]:
@@ -271,7 +272,7 @@ def test_reductions_come_when_the_table_says(ranks2: RankPool) -> None:
 
 
 def job_zero_grad() -> list[list[dict[str, torch.Tensor]]]:
-    """Of each strategy, gradients of one backward, and of another one after the first was forgotten in torch's own way."""
+    """Of each strategy, gradients of one backward, and of another after the first was forgotten in torch's own way."""
     found = []
     for strategy in STRATEGIES:
         one = case(strategy, microbatches=2)

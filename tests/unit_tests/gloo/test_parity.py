@@ -1,4 +1,4 @@
-"""Every strategy trains every kind of model exactly as one process does, at every world size and with every unit list."""
+"""Every strategy trains every kind of model as one process does, at every world size and with every unit list."""
 
 import functools
 import itertools

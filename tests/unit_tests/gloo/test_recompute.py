@@ -53,7 +53,7 @@ def test_recomputation_on_other_worlds(rank_pools: dict[int, RankPool], ranks: i
     check(
         rank_pools[ranks],
         [
-            Case(task=task, is_mean=ranks != 3, sharding=Sharding(units=(TASKS[task].unit,), outer=outer, is_poisoned=True))
+            Case(task=task, is_mean=ranks != 3, sharding=Sharding(units=(TASKS[task].unit,), outer=outer))
             for task in tasks
         ],
     )

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+
 from megatron_fsdp.machine.allocator import ResizePool
 from megatron_fsdp.state.param_group import ParamGroup
-
 from tests.unit_tests.harness.communication import collectives_heard
 from tests.unit_tests.harness.models import MLPBlock
 from tests.unit_tests.harness.odd_models import BUILDERS, Table
@@ -153,7 +153,7 @@ def test_a_large_embedding_and_head_are_units_of_their_own(ranks2: RankPool) -> 
 
 
 def job_storages(task: str, units: tuple | None) -> list[list[str]]:
-    """Names of parameters whose full storage exists: in forward, after it, after a forward for evaluation, after backward."""
+    """Names of parameters whose full storage exists: at first, in the head, after evaluation, forward and backward."""
     case = Case(task=task, sharding=Sharding(units=units, is_poisoned=False))
     model, _ = build_sharded(TASKS[task].build, case.recipe, case.sharding)
     managed = model.param_and_grad_buffer.managed_params
@@ -262,7 +262,7 @@ def job_orphan() -> None:
 
 
 def test_a_module_does_not_outlive_its_sharded_model_unnoticed(ranks2: RankPool) -> None:
-    ranks2.run_expecting(RuntimeError, "blocks|keep a reference to the sharded model", job_orphan)
+    ranks2.run_expecting(RuntimeError, "sharded this module is gone; keep a reference", job_orphan)
 
 
 def job_warnings(cases: list[tuple[str, int]]) -> list[list[str]]:
@@ -297,7 +297,8 @@ def job_gathers(task: str) -> list[list[str]]:
     (ranks,), *_ = case.batches(dist.get_world_size())
     seen = []
     for _ in range(3):
-        with mock.patch.object(ParamGroup, "unshard", autospec=True, side_effect=ParamGroup.unshard) as spy, torch.no_grad():
+        real = ParamGroup.unshard
+        with mock.patch.object(ParamGroup, "unshard", autospec=True, side_effect=real) as spy, torch.no_grad():
             model(ranks[dist.get_rank()][0])
         seen.append([call.args[0].facts.name.partition(":")[0] for call in spy.call_args_list])
     return seen

@@ -1,4 +1,4 @@
-"""A per-tensor float8 (e4m3) weight in plain torch, and the codec that shards it: what a quantized format asks of the seam."""
+"""A per-tensor float8 (e4m3) weight in plain torch and its codec: what a quantized format asks of the engine's seam."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 class Float8Tensor(torch.Tensor):
-    """Bytes and one scale. Computes by dequantizing when an operator reads it, so what it saves for backward are bytes."""
+    """Bytes and one scale. An operator that reads it dequantizes it, so what is saved for backward are the bytes."""
 
     data_bytes: torch.Tensor
     """uint8, shaped as the tensor."""

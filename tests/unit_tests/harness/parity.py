@@ -18,10 +18,7 @@ from tests.unit_tests.harness.reference import (
     assert_same_training,
     train_reference,
 )
-from tests.unit_tests.harness.sharded import RankStep, Sharding, assembled, train_sharded
-
-MAIN_FP32 = DtypePolicy(main_grads=None)
-"""The engine's default: fp32 main weights, gradients in the parameters' dtype."""
+from tests.unit_tests.harness.sharded import MAIN_FP32, RankStep, Sharding, assembled, train_sharded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

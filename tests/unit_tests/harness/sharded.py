@@ -94,7 +94,11 @@ def poisoned_storage(is_on: bool = True) -> Iterator[None]:
         MegatronFSDP.pool_class = before
 
 
-def shard(module: nn.Module, sharding: Sharding, dtypes: DtypePolicy = DtypePolicy(main_grads=None)) -> Any:
+#: The engine's default: fp32 main weights, gradients in the parameters' dtype.
+MAIN_FP32 = DtypePolicy(main_grads=None)
+
+
+def shard(module: nn.Module, sharding: Sharding, dtypes: DtypePolicy = MAIN_FP32) -> Any:
     """The sharded model. **Collective.**"""
     from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 

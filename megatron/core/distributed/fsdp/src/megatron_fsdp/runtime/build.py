@@ -53,8 +53,8 @@ def plan_and_check(
     for name, child in module.named_modules():
         if getattr(child, "max_norm", None) is not None and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             raise NotImplementedError(
-                f"{name} is an embedding with max_norm, which changes its weight in forward; the change would be lost on "
-                "a sharded weight. Leave max_norm out."
+                f"{name} is an embedding with max_norm, which changes its weight in forward; the change would be lost "
+                "on a sharded weight. Leave max_norm out."
             )
     params = [param for plan in plans for param in plan.params]
     if not params:
@@ -78,7 +78,7 @@ def plan_and_check(
 
 
 def build_units(request: BuildRequest, plans: list[UnitPlan]) -> list[Unit]:
-    """Shards every unit, one after the other, so that at most one is whole beside what the caller holds. **Collective**."""
+    """Shards units one after the other, so that at most one is whole beside what the caller holds. **Collective**."""
     units = []
     for plan in plans:
         if request.from_meta:

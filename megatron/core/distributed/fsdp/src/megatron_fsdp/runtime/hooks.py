@@ -68,15 +68,15 @@ class _UnitHooks:
             )
         if torch.is_grad_enabled() and unit.gathers_weights:
             raise NotImplementedError(
-                f"unit {unit.label} is differentiated with create_graph=True, whose second backward would read weights that "
-                "have been released by then; use zero_dp_strategy 2 or less for gradient penalties."
+                f"unit {unit.label} is differentiated with create_graph=True, whose second backward would read weights "
+                "that have been released by then; use zero_dp_strategy 2 or less for gradient penalties."
             )
         schedule.pre_backward(unit)
 
     def _alive(self) -> tuple[Schedule, Unit]:
         schedule, unit = self.schedule(), self.unit()
         if schedule is None or unit is None:
-            raise RuntimeError("the MegatronFSDP that sharded this module is gone; keep a reference to the sharded model.")
+            raise RuntimeError("the MegatronFSDP that sharded this module is gone; keep a reference to it.")
         return schedule, unit
 
 

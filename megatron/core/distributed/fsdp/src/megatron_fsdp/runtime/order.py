@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+import torch
+
+from megatron_fsdp.machine.collectives import all_gather
 from megatron_fsdp.runtime.unit import Unit
+from megatron_fsdp.state.flat_buffer import Axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +49,28 @@ class Order:
             if self.entries[number].joins_backward:
                 found.append(self.entries[number])
         return found
+
+
+def agree(order: Order, ran: Sequence[Unit], axes: Axes, device: torch.device) -> Order:
+    """The order in which the rank that ran most units ran them, the first one among equals. **Collective**.
+
+    Any order that all ranks share is correct; this one is also fast. Units that no rank ran keep their place in `order`
+    behind the one before them.
+    """
+    count = len(order.forward)
+    numbers = [order.forward_index[unit] for unit in ran]
+    longest = torch.tensor([len(ran), *numbers, *[0] * (count - len(ran))], dtype=torch.int64, device=device)
+    for axis in axes:
+        table = longest.repeat(axis.size)
+        all_gather(table, longest, axis)
+        rows = table.view(axis.size, count + 1)
+        longest = rows[int(rows[:, 0].argmax())].clone()
+    length, *agreed = longest.tolist()
+    agreed = agreed[:length]
+    for number in range(count):
+        if number not in agreed:
+            agreed.insert(agreed.index(number - 1) + 1 if number else 0, number)
+    return Order([order.forward[number] for number in agreed], order.backward[0].unit)
 
 
 def _children(forward: Sequence[Unit], root: Unit) -> dict[Unit, list[Unit]]:

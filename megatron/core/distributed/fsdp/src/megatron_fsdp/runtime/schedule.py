@@ -6,13 +6,11 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-import torch
-
 from megatron_fsdp.config import EngineConfig
-from megatron_fsdp.machine.collectives import GradScale, all_gather
+from megatron_fsdp.machine.collectives import GradScale
 from megatron_fsdp.machine.device import Device, Event
 from megatron_fsdp.machine.torch_compat import on_backward_end
-from megatron_fsdp.runtime.order import Order
+from megatron_fsdp.runtime.order import Order, agree
 from megatron_fsdp.runtime.reducer import Reducer
 from megatron_fsdp.runtime.unit import Phase, Unit
 
@@ -57,7 +55,7 @@ class Schedule:
         self._is_ending = False
         """Autograd is through: every gradient is complete."""
         self._reduces_early = True
-        """Gradients were complete so far when their unit was left behind. If not, reductions wait for backward's end."""
+        """Gradients have been complete when their unit was left behind. If not, reductions wait for backward's end."""
         self.generation = 0
         """Counts installs: a backward belongs to the weights of its forward."""
         self.model_auto_sync = False
@@ -100,7 +98,7 @@ class Schedule:
             unit.gather_event = None
         done = self.device.record_event()
         with self.device.use(self._gather_stream):
-            # Storage goes back to the gather stream's pool; the next gather there must not overwrite what is being read.
+            # Storage goes back to the gather stream's pool: the next gather must not overwrite what is being read.
             done.wait()
             for group in unit.groups:
                 group.reshard()
@@ -188,7 +186,7 @@ class Schedule:
         self._make_readable(unit)
 
     def _walk_back_before_recomputing(self, unit: Unit) -> None:
-        """Ends what is over; if nothing before `unit` is still to come, its own backward is what follows. **Collective**.
+        """Ends what is over; if nothing before `unit` is to come, its own backward is what follows. **Collective**.
 
         Recomputation over several units runs the first of them first: then those behind it are still to come, and
         without reentrance it begins in the middle of the last one's backward.
@@ -361,33 +359,11 @@ class Schedule:
             self._end_unit(unit)
 
     def _agree_on_order(self) -> None:
-        """After the first forward: if units ran in another order than they are registered, all ranks adopt that one.
-
-        **Collective** once. Any order that all ranks share is correct; this one is also fast.
-        """
+        """After the first forward, all ranks adopt the order in which units ran. **Collective** once."""
         if self._observed is None:
             return
-        static = self._order.forward
-        ran = [self._order.forward_index[unit] for unit in self._observed]
-        self._observed = None
-        if len(static) < 2:
-            return
-        agreed = self._longest(ran)
-        for index in range(len(static)):
-            if index not in agreed:  # skipped by all: its place is behind the unit before it
-                agreed.insert(agreed.index(index - 1) + 1 if index else 0, index)
-        self._order = Order([static[index] for index in agreed], self.root)
-
-    def _longest(self, ran: list[int]) -> list[int]:
-        """The longest of all ranks' lists, the first rank's among equals. **Collective**."""
-        facts = [group.facts for unit in self.units for group in unit.groups]
-        axes = min(facts, key=lambda fact: fact.is_expert).axes  # those of experts need not reach all ranks
-        count = len(self._order.forward)
-        mine = torch.tensor([len(ran), *ran, *[0] * (count - len(ran))], dtype=torch.int64, device=self.device.torch_device)
-        for axis in axes:
-            table = mine.repeat(axis.size)
-            all_gather(table, mine, axis)
-            rows = table.view(axis.size, count + 1)
-            mine = rows[int(rows[:, 0].argmax())].clone()
-        length, *agreed = mine.tolist()
-        return agreed[:length]
+        ran, self._observed = list(self._observed), None
+        if len(self._order.forward) > 1:
+            facts = [group.facts for unit in self.units for group in unit.groups]
+            axes = min(facts, key=lambda fact: fact.is_expert).axes  # those of experts need not reach all ranks
+            self._order = agree(self._order, ran, axes, self.device.torch_device)

@@ -74,7 +74,9 @@ class ManagedParam:
 class Unit:
     """Parameters that are gathered, released and reduced together, with the module whose calls say when."""
 
-    def __init__(self, fqn: str, module: nn.Module, groups: list[ParamGroup], params: list[ManagedParam], *, is_root: bool):
+    def __init__(
+        self, fqn: str, module: nn.Module, groups: list[ParamGroup], params: list[ManagedParam], *, is_root: bool
+    ):
         self.fqn = fqn
         self.module = weakref.ref(module)
         self.groups = groups
@@ -160,8 +162,8 @@ class Unit:
 
     def awaits_grads(self) -> bool:
         """The backward that runs now will bring more gradients; False also for parameters that it does not reach."""
-        missing = (raw for raw in self.trainable if raw.grad is None and not getattr(raw, "grad_added_to_main_grad", False))
-        return any(awaits_gradient(raw) for raw in missing)
+        missing = [raw for raw in self.trainable if raw.grad is None]
+        return any(awaits_gradient(raw) for raw in missing if not getattr(raw, "grad_added_to_main_grad", False))
 
     def has_stray_grads(self) -> bool:
         """Gradients have arrived that no reduction has taken."""
