@@ -41,7 +41,7 @@ def install(buffer: ParamAndGradBuffer) -> None:
             param.get_main_grad = _View(weakref.ref(group.main_grad), slot)
             param.grad_added_to_main_grad = False
             param.overwrite_main_grad = True
-            # Runs after the engine's own hook. The view would keep the whole group's gradients alive.
+            # Otherwise the view would keep the whole group's gradients alive.
             param.register_post_accumulate_grad_hook(_forget_main_grad)
 
 
