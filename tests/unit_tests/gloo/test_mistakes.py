@@ -85,7 +85,6 @@ OPTIONS = [
     ({"disable_symmetric_registration": True}, NotImplementedError, "disable_symmetric_registration=True is not"),
     ({"keep_fp8_transpose_cache": True}, NotImplementedError, "keep_fp8_transpose_cache=True is not"),
     ({"enable_fine_grained_param_gather": True}, NotImplementedError, "fine_grained_param_gather_hook=True is not"),
-    ({"report_nan_in_param_grad": True}, NotImplementedError, "report_nan_in_param_grad=True is not"),
     ({"cuda_graph_mode": True}, NotImplementedError, "cuda_graph_mode=True is not"),
     ({"maxpool_double_buffer": True}, NotImplementedError, "max_pool_double_buffer=True is not"),
     ({"init_model_with_meta_device": True, "zero_dp_strategy": 0}, ValueError, "choose a strategy that shards"),

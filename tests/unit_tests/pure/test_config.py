@@ -70,6 +70,7 @@ def test_an_option_without_its_feature_is_refused_by_name(option):
 
 def test_every_option_is_read_or_refused():
     read = {
+        "check_for_nan_in_grad",
         "overlap_grad_reduce",
         "overlap_param_gather",
         "bucket_size",

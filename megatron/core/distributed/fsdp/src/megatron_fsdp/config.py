@@ -57,7 +57,7 @@ class DistributedDataParallelConfig:
     """Gather the next unit's weights while this one computes. Always on for strategies that shard weights."""
 
     check_for_nan_in_grad: bool = False
-    """Raise when a reduced gradient is not finite."""
+    """Raise on every rank when a reduced gradient is not finite; leave off under dynamic loss scaling."""
 
     bucket_size: int | None = None
     """Elements after which a group of parameters outside all units is cut. None: never."""
@@ -132,7 +132,6 @@ def default_config() -> DistributedDataParallelConfig:
 
 #: Options that are understood but whose feature is not there: option -> (the value that means off, the reason).
 _NOT_YET: dict[str, tuple[object, str]] = {
-    "check_for_nan_in_grad": (False, "gradients are not inspected"),
     "suggested_communication_unit_size": (None, "prefetch is one unit deep"),
     "fp8_param_gather": (False, "the TransformerEngine weight codec is missing"),
     "keep_fp8_transpose_cache": (False, "the TransformerEngine weight codec is missing"),
@@ -195,6 +194,10 @@ class EngineConfig:
     use_decoupled_grad: bool
     gather_in_start_param_sync: bool
     bucket_numel: int | None
+    checks_grads: bool = False
+    """Reduced gradients that are not finite raise."""
+    blames_ranks: bool = False
+    """Unreduced gradients are looked at too, to say whose they were."""
     prefetch_depth: int = 1
     """Units gathered ahead of the one that computes."""
     reductions_in_flight: int = 2
@@ -212,6 +215,7 @@ def resolve(
     *,
     calculate_per_token_loss: bool = False,
     disable_bucketing: bool = False,
+    report_nan_in_param_grad: bool = False,
 ) -> EngineConfig:
     """`config` and `precision` as one frozen value.
 
@@ -245,4 +249,6 @@ def resolve(
         use_decoupled_grad=config.megatron_fsdp_use_decoupled_grad,
         gather_in_start_param_sync=config.fsdp_all_gather_in_start_param_sync,
         bucket_numel=None if disable_bucketing else config.bucket_size,
+        checks_grads=config.check_for_nan_in_grad or report_nan_in_param_grad,
+        blames_ranks=report_nan_in_param_grad,
     )

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from megatron_fsdp.arguments import check_arguments
 from megatron_fsdp.config import (
     DEFAULT_POLICY,
     DistributedDataParallelConfig,
@@ -21,7 +22,7 @@ from megatron_fsdp.config import (
 )
 from megatron_fsdp.machine.device import default_device_type, join_device
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
-from megatron_fsdp.megatron_fsdp import MegatronFSDP, check_arguments
+from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.optimizer import fully_shard_optimizer
 from megatron_fsdp.optimizer_state import shard_state
 from megatron_fsdp.plan.strategy import NO_SHARD, OUTER_STRATEGIES
@@ -78,7 +79,7 @@ def fully_shard_model(
         mixed_precision_policy: dtypes of main weights, gradients and reductions.
         sync_model_each_microbatch: gradients are reduced and attached at the end of every backward.
         preproc_state_dict_for_dcp_ckpt: prepare `state_dict()` for torch DCP.
-        report_nan_in_param_grad: raise when a parameter's gradient is not finite.
+        report_nan_in_param_grad: raise on every rank when a gradient is not finite; names parameter, unit and ranks.
         disable_bucketing, calculate_per_token_loss: see `MegatronFSDP`.
         overlap_grad_reduce, overlap_param_gather, average_in_collective, keep_fp8_transpose_cache, nccl_ub,
             fsdp_double_buffer, fsdp_db_use_persist_buf_on_alloc_fail, disable_symmetric_registration,

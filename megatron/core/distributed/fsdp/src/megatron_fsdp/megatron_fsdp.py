@@ -3,97 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp.arguments import check_arguments
 from megatron_fsdp.checkpoint import StateDictHooks
-from megatron_fsdp.config import (
-    DEFAULT_POLICY,
-    DistributedDataParallelConfig,
-    EngineConfig,
-    MixedPrecisionPolicy,
-    default_config,
-    resolve,
-)
+from megatron_fsdp.config import DEFAULT_POLICY, DistributedDataParallelConfig, MixedPrecisionPolicy, default_config
 from megatron_fsdp.dtensor import make_sharded_param
 from megatron_fsdp.grad_norm import clip_grad_norm
 from megatron_fsdp.machine.allocator import ResizePool, StoragePool
 from megatron_fsdp.machine.device import Device
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
+from megatron_fsdp.nan_report import NanReport, NonFiniteGradientError
 from megatron_fsdp.optimizer import owner_reference
 from megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_fsdp.plan.strategy import Placement
-from megatron_fsdp.runtime.build import BuildRequest, build_units, grad_scales, plan_and_check
-from megatron_fsdp.runtime.discovery import UnitPlan, resolve_unit_classes
+from megatron_fsdp.runtime.build import BuildRequest, build_units, grad_scales
+from megatron_fsdp.runtime.discovery import UnitPlan
 from megatron_fsdp.runtime.hooks import install_hooks
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.summary import build_summary
 
 logger = logging.getLogger(__name__)
-
-#: Constructor options whose feature is not there, and the reason.
-_NOT_YET = {
-    "keep_fp8_transpose_cache": "the TransformerEngine weight codec is missing",
-    "nccl_ub": "communication buffers are not registered with NCCL",
-    "fsdp_double_buffer": "only the resizing storage pool exists",
-    "fsdp_db_use_persist_buf_on_alloc_fail": "only the resizing storage pool exists",
-    "disable_symmetric_registration": "communication buffers are not registered with NCCL",
-    "enable_fine_grained_param_gather_hook": "weights are gathered unit by unit",
-    "enable_fine_grained_param_gather_backward_hook": "weights are gathered unit by unit",
-    "fine_grained_recurse_module_types": "weights are gathered unit by unit",
-    "report_nan_in_param_grad": "gradients are not inspected",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckedArguments:
-    """What a model and its options come to, before any mesh is needed."""
-
-    config: EngineConfig
-    plans: list[UnitPlan]
-
-
-def check_arguments(
-    module: nn.Module,
-    ddp_config: DistributedDataParallelConfig | None,
-    precision: MixedPrecisionPolicy,
-    options: Mapping[str, Any],
-    *,
-    has_expert_mesh: bool,
-) -> CheckedArguments:
-    """Raises every mistake in the arguments of `MegatronFSDP` (`options`: those by name) but those in its meshes.
-
-    Raises:
-        ValueError, TypeError, ImportError, NotImplementedError: as `MegatronFSDP`.
-    """
-    for option, reason in _NOT_YET.items():
-        if options.get(option):
-            raise NotImplementedError(f"{option}={options[option]!r} is not supported yet: {reason}.")
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module to shard, got {type(module).__name__}.")
-    if isinstance(module, MegatronFSDP) or any(hasattr(param, "_megatron_fsdp_owner") for param in module.parameters()):
-        raise ValueError("the module is sharded already; pass the original one.")
-    config = resolve(
-        ddp_config or default_config(),
-        precision,
-        calculate_per_token_loss=options.get("calculate_per_token_loss", False),
-        disable_bucketing=options.get("disable_bucketing", False),
-    )
-    plans = plan_and_check(
-        module,
-        resolve_unit_classes(options.get("fsdp_unit_modules")),
-        tuple(options.get("root_params", ())),
-        from_meta=options.get("init_model_with_meta_device", False),
-        has_expert_mesh=has_expert_mesh,
-    )
-    return CheckedArguments(config, plans)
 
 
 class MegatronFSDP(nn.Module):
@@ -116,6 +53,9 @@ class MegatronFSDP(nn.Module):
         init_model_with_meta_device: the model is on the meta device; its modules' `reset_parameters` initialise it
             unit by unit.
         sync_model_each_microbatch: see `set_model_auto_sync`.
+        report_nan_in_param_grad: `finish_grad_sync` raises on every rank when a gradient is not finite, and names the
+            parameter, its unit and the ranks whose own gradient it was. `ddp_config.check_for_nan_in_grad` names the
+            parameter only. See `NanReport` for the cost of both.
         root_params: parameters that are read outside the forward of the module that owns them (a tied output layer
             that reads the embedding's weight); they stay gathered while the model computes.
 
@@ -201,6 +141,7 @@ class MegatronFSDP(nn.Module):
             self._schedule, use_decoupled_grad=self.config_resolved.use_decoupled_grad
         )
         self._schedule.on_auto_sync = _WeakCall(owner, "finish_grad_sync")
+        self._nan_report = NanReport.wanted(self._schedule, self.dist_index, self.config_resolved)
         self._hooks = install_hooks(self._schedule)
         self.state_dict_hooks = StateDictHooks(self._schedule)
         self.state_dict_hooks.install(self.module)
@@ -282,15 +223,22 @@ class MegatronFSDP(nn.Module):
 
         Raises:
             ValueError: `force_all_reduce`; a sharded gradient is never replicated.
+            NonFiniteGradientError: a gradient is not finite, and the model was told to look; then none is attached.
         """
         if force_all_reduce:
             raise ValueError(
                 "force_all_reduce=True is for replicated gradients; sharded ones are reduced to their owners."
             )
         self.synchronize_gradient_reduce()
-        self.attach_grad_to_optimizer_state()
         self.synchronize_param_gather()
         self._schedule.microbatch_count = 0
+        if self._nan_report is not None:
+            try:
+                self._nan_report.check()
+            except NonFiniteGradientError:
+                self.param_and_grad_buffer.detach_grads()  # an earlier backward's are sums too, or the same memory
+                raise
+        self.attach_grad_to_optimizer_state()
 
     def attach_grad_to_optimizer_state(self) -> None:
         """Sets `.grad` (or `.decoupled_grad`) of every parameter whose gradient is final."""
@@ -303,6 +251,8 @@ class MegatronFSDP(nn.Module):
     def zero_grad_buffer(self) -> None:
         """Forgets all gradients."""
         self.param_and_grad_buffer.zero_grad()
+        if self._nan_report is not None:
+            self._nan_report.forget()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiplies all gradients."""

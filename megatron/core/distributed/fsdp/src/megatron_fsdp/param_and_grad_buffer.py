@@ -114,14 +114,19 @@ class ParamAndGradBuffer:
     def zero_grad(self) -> None:
         """Empties every gradient buffer and detaches the gradients."""
         self._schedule.wait_for_reductions()  # what is dropped here may still be read there
+        self.detach_grads()
         for group, param in self.trained():
             group.main_grad.reset()
+            if hasattr(param.raw, "grad_added_to_main_grad"):
+                param.raw.grad_added_to_main_grad = False
+
+    def detach_grads(self) -> None:
+        """Takes the gradients off the parameters; the buffers keep them."""
+        for _, param in self.trained():
             param.sharded.grad = None
             self._attached.pop(id(param.sharded), None)
             if hasattr(param.sharded, "decoupled_grad"):
                 param.sharded.decoupled_grad = None
-            if hasattr(param.raw, "grad_added_to_main_grad"):
-                param.raw.grad_added_to_main_grad = False
 
     @torch.no_grad()
     def scale_gradients(self, factor: float | torch.Tensor) -> None:

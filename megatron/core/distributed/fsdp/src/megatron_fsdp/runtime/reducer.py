@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.collectives import GradScale
@@ -23,6 +24,8 @@ class Reducer:
         self._most_in_flight = config.reductions_in_flight
         self._stream = device.new_stream(high_priority=True)
         self._in_flight: collections.deque[tuple[FlatBuffer, Event]] = collections.deque()
+        self.before_collect: Callable[[ParamGroup], None] | None = None
+        """Shown every group whose gradients of this backward are complete and still this rank's own."""
 
     def reduce(self, unit: Unit, *, finalizes: bool) -> None:
         """Starts the reduction of the unit's gradients of this backward. **Collective**.
@@ -38,6 +41,8 @@ class Reducer:
                 self._make_room()
             elif group.main_grad.state is not GradState.ACCUMULATING:  # about to be opened on this stream
                 self._device.current_stream().wait_stream(self._stream)
+            if self.before_collect is not None:
+                self.before_collect(group)
             staged = group.main_grad.collect()
             if staged is not None or finalizes:
                 self._issue(group, staged, finalizes=finalizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.collectives import GradScale
@@ -13,6 +13,7 @@ from megatron_fsdp.machine.torch_compat import on_backward_end
 from megatron_fsdp.runtime.order import Order, agree
 from megatron_fsdp.runtime.reducer import Reducer
 from megatron_fsdp.runtime.unit import Phase, Unit
+from megatron_fsdp.state.param_group import ParamGroup
 
 logger = logging.getLogger(__name__)
 
@@ -313,6 +314,10 @@ class Schedule:
         self._reducer.wait()
 
     # -- the rest of a step -------------------------------------------------------------------------------------
+
+    def watch_own_grads(self, watcher: Callable[[ParamGroup], None]) -> None:
+        """Shows `watcher` every group whose gradients are complete, before they are reduced, on the current stream."""
+        self._reducer.before_collect = watcher
 
     def wait_for_reductions(self) -> None:
         """Makes the current stream wait for every reduction that has been started."""

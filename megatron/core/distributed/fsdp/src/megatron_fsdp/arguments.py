@@ -1,0 +1,76 @@
+"""What is wrong with the arguments of `MegatronFSDP`, found before anything is communicated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from megatron_fsdp.config import (
+    DistributedDataParallelConfig,
+    EngineConfig,
+    MixedPrecisionPolicy,
+    default_config,
+    resolve,
+)
+from megatron_fsdp.runtime.build import plan_and_check
+from megatron_fsdp.runtime.discovery import UnitPlan, resolve_unit_classes
+
+#: Constructor options whose feature is not there, and the reason.
+_NOT_YET = {
+    "keep_fp8_transpose_cache": "the TransformerEngine weight codec is missing",
+    "nccl_ub": "communication buffers are not registered with NCCL",
+    "fsdp_double_buffer": "only the resizing storage pool exists",
+    "fsdp_db_use_persist_buf_on_alloc_fail": "only the resizing storage pool exists",
+    "disable_symmetric_registration": "communication buffers are not registered with NCCL",
+    "enable_fine_grained_param_gather_hook": "weights are gathered unit by unit",
+    "enable_fine_grained_param_gather_backward_hook": "weights are gathered unit by unit",
+    "fine_grained_recurse_module_types": "weights are gathered unit by unit",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedArguments:
+    """What a model and its options come to, before any mesh is needed."""
+
+    config: EngineConfig
+    plans: list[UnitPlan]
+
+
+def check_arguments(
+    module: nn.Module,
+    ddp_config: DistributedDataParallelConfig | None,
+    precision: MixedPrecisionPolicy,
+    options: Mapping[str, Any],
+    *,
+    has_expert_mesh: bool,
+) -> CheckedArguments:
+    """Raises every mistake in the arguments of `MegatronFSDP` (`options`: those by name) but those in its meshes.
+
+    Raises:
+        ValueError, TypeError, ImportError, NotImplementedError: as `MegatronFSDP`.
+    """
+    for option, reason in _NOT_YET.items():
+        if options.get(option):
+            raise NotImplementedError(f"{option}={options[option]!r} is not supported yet: {reason}.")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module to shard, got {type(module).__name__}.")
+    if any(hasattr(param, "_megatron_fsdp_owner") for param in module.parameters()):
+        raise ValueError("the module is sharded already; pass the original one.")
+    config = resolve(
+        ddp_config or default_config(),
+        precision,
+        calculate_per_token_loss=options.get("calculate_per_token_loss", False),
+        disable_bucketing=options.get("disable_bucketing", False),
+        report_nan_in_param_grad=options.get("report_nan_in_param_grad", False),
+    )
+    plans = plan_and_check(
+        module,
+        resolve_unit_classes(options.get("fsdp_unit_modules")),
+        tuple(options.get("root_params", ())),
+        from_meta=options.get("init_model_with_meta_device", False),
+        has_expert_mesh=has_expert_mesh,
+    )
+    return CheckedArguments(config, plans)
