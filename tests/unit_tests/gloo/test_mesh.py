@@ -230,6 +230,17 @@ def make_wrong(what):
             "hybrid_fsdp_expt_group": hsdp,
             "expt_device_mesh": expert_mesh(),
         },
+        "strange experts": {
+            "device_mesh": walkthrough_mesh("cp"),
+            "dp_shard_dim": "dp_shard",
+            "expt_device_mesh": mesh,
+        },
+        "hybrid group of other ranks": {
+            "device_mesh": walkthrough_mesh("cp"),
+            "dp_shard_dim": "dp_shard",
+            "dp_outer_dim": "dp_outer",
+            "hybrid_fsdp_group": walkthrough_mesh("cp")["cp"].get_group(),
+        },
         "same dim twice": {**plain, "dp_outer_dim": "dp_shard", "hybrid_fsdp_group": hsdp},
         "outer behind shard": {
             "device_mesh": mesh,
@@ -254,6 +265,8 @@ MISTAKES = [
     ("expert mesh without the dim", "dp_shard_dim='dp_shard' is not a dimension of expt_device_mesh"),
     ("expert mesh without its hybrid group", "expt_device_mesh and dp_outer_dim need hybrid_fsdp_expt_group"),
     ("wrong expert hybrid group", "hybrid_fsdp_expt_group has 4 ranks; expected 2"),
+    ("strange experts", r"experts over ranks \[\d, \d\], of which device_mesh's data-parallel ranks \[\d, \d\] must"),
+    ("hybrid group of other ranks", r"hybrid_fsdp_group has ranks \[\d, \d\]; expected \[\d, \d\]: all ranks of"),
     ("outer behind shard", r"has no sub-mesh of \('dp_shard', 'dp_outer'\); the outer dimension must come first"),
     ("same dim twice", "dp_shard_dim and dp_outer_dim are both 'dp_shard'"),
 ]

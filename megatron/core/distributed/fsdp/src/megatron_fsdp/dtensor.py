@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -39,6 +38,8 @@ class ShardSpec:
         rows = group.main_weight_buffer.rows(slot)
         self.first_row, self.row_count = rows.first, rows.count
         self.local_shape = (rows.count, *self.shape[1:]) if self.shape else self.shape
+        self.taken_name: str | None = None
+        """This parameter's name, where it is that of another parameter on other ranks."""
 
     def __deepcopy__(self, memo: dict) -> ShardSpec:
         return self  # it describes a place; copies of tensors share it
@@ -67,7 +68,7 @@ class ShardSpec:
         dtensor.redistribute = _Redistribute(self, weakref.ref(dtensor))
         if for_checkpoint:
             offsets = (self.first_row, *(0 for _ in self.shape[1:])) if self.shape else ()
-            attach_chunk_metadata(dtensor, offsets, self.local_shape)
+            attach_chunk_metadata(dtensor, offsets, self.local_shape, self.taken_name)
         return dtensor
 
     def fits(self, tensor: object) -> bool:
@@ -203,6 +204,8 @@ class _Detached:
 def make_sharded_param(param: ManagedParam, group: ParamGroup, slot: int, index: FSDPDistributedIndex) -> nn.Parameter:
     """The Parameter that users and optimizers hold: a DTensor over this rank's rows of the main weight."""
     spec = ShardSpec(group, slot, index.dp_mesh(group.facts.is_expert))
+    if group.facts.is_expert and not index.holds_first_experts:
+        spec.taken_name = param.fqn
     sharded = nn.Parameter(spec.wrap(group.main_weight_buffer.view(slot)), requires_grad=param.raw.requires_grad)
     spec.mark(sharded)
     copy_tags(param.raw, sharded)
@@ -220,9 +223,3 @@ def grad_of(sharded: nn.Parameter, final: FlatBuffer, dtype: torch.dtype | None)
     spec: ShardSpec = sharded.megatron_fsdp_spec
     view = final.view(spec.slot)
     return spec.wrap(view if dtype is None else view.to(dtype))
-
-
-def dp_groups(group: ParamGroup) -> list[dist.ProcessGroup]:
-    """Groups over which a group's main weight is spread; sums over its elements are reduced over each."""
-    pairs = zip(group.facts.axes, group.plan.main_weight, strict=True)
-    return [axis.group for axis, place in pairs if place is Placement.SHARD and axis.size > 1]

@@ -51,6 +51,8 @@ class AttachedChunk:
     """False on all but one rank of a set of replicas."""
     is_first: bool
     """Whether this rank speaks for a tensor that has no elements at all."""
+    taken_name: str | None = None
+    """A name that other ranks give to another tensor, so that this one must be saved under another."""
 
     @property
     def metadata(self) -> ChunkStorageMetadata:
@@ -62,7 +64,16 @@ class AttachedChunk:
         return [self.metadata]
 
     def create_write_items(self, fqn: str, dtensor: DTensor) -> list[WriteItem]:
-        """What DCP writes on save: nothing for an empty box or a replica of another rank's."""
+        """What DCP writes on save: nothing for an empty box or a replica of another rank's.
+
+        Raises:
+            ValueError: `fqn` contains the name that is taken.
+        """
+        if self.taken_name is not None and f".{self.taken_name}." in f".{fqn}.":
+            raise ValueError(
+                f"{fqn} is the name of other experts on other ranks, and one would be written over the other. With "
+                "expert parallelism, number experts globally in the keys of what you save and load."
+            )
         has_elements = all(self.sizes)
         if not self.is_writer or not (has_elements or (self.is_first and dtensor.numel() == 0)):
             return []
@@ -75,11 +86,14 @@ class AttachedChunk:
         return self
 
 
-def attach_chunk_metadata(dtensor: DTensor, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+def attach_chunk_metadata(
+    dtensor: DTensor, offsets: Sequence[int], sizes: Sequence[int], taken_name: str | None = None
+) -> None:
     """Tells DCP that this rank's local tensor is the box (`offsets`, `sizes`) of the global tensor. No communication.
 
     Call it on every rank of the mesh or on none, empty shards included (some size is 0, the offset anything in bounds).
     Of ranks that differ only in coordinates of Replicate axes the one at coordinate 0 writes; all of them read.
+    Saving it under `taken_name`, in whatever surroundings, is an error.
     Raises ValueError if the box is not the local tensor's shape or reaches outside the global tensor.
     """
     local = local_tensor(dtensor)
@@ -91,7 +105,7 @@ def attach_chunk_metadata(dtensor: DTensor, offsets: Sequence[int], sizes: Seque
     cut_axes = {axis for cut in cuts_of(dtensor) for axis in cut.axes}
     coordinate = dtensor.device_mesh.get_coordinate() or ()
     is_writer = all(axis in cut_axes or at == 0 for axis, at in enumerate(coordinate))
-    chunk = AttachedChunk(offsets, sizes, is_writer, is_first=not any(coordinate))
+    chunk = AttachedChunk(offsets, sizes, is_writer, is_first=not any(coordinate), taken_name=taken_name)
     for owner in (local, dtensor):
         setattr(owner, CREATE_CHUNK_LIST, chunk.create_chunk_list)
         setattr(owner, CREATE_WRITE_ITEMS, chunk.create_write_items)

@@ -8,41 +8,58 @@ import math
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.dtensor import dp_groups
 from megatron_fsdp.machine.torch_compat import foreach_mul_, foreach_norm
 from megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
+from megatron_fsdp.plan.strategy import Placement
+from megatron_fsdp.state.param_group import ParamGroup
 
 
 @torch.no_grad()
-def clip_grad_norm(buffer: ParamAndGradBuffer, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+def clip_grad_norm(
+    buffer: ParamAndGradBuffer, dp_group: dist.ProcessGroup, max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
     """Scales all gradients so that their common norm is at most `max_norm`; returns the norm before. **Collective**.
 
-    Shards are summed over the ranks that hold them, replicated gradients counted once. One reduction of a scalar per
-    data-parallel group.
+    One reduction of a scalar over `dp_group`, the dense data-parallel ranks, and none if every rank has everything.
+    These ranks hold every element of every gradient, those of all experts included: expert-parallel ranks are dense
+    data-parallel ones. Of copies, on an axis that replicates, the first rank's counts.
     """
-    parts: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    trained = [(group, _grad(param.sharded)) for group, param in buffer.trained()]
     # Of all groups, not of the gradients that this rank happens to hold: ranks must reduce one dtype.
-    dtype = functools.reduce(torch.promote_types, (group.facts.grad_dtype for group, _ in buffer.trained()), torch.float32)
-    for group, _ in buffer.trained():
-        dtype = torch.promote_types(dtype, group.facts.main_dtype)
-    for group, param in buffer.trained():
-        grad = getattr(param.sharded, "decoupled_grad", None)
-        grad = param.sharded.grad if grad is None else grad
-        if grad is not None:
-            parts.setdefault(tuple(dp_groups(group)), []).append(grad.to_local())
-        else:
-            parts.setdefault(tuple(dp_groups(group)), [])
-    device = buffer.parameter_groups[0].facts.device
-    totals = [_reduced(_local(locals_, norm_type, dtype, device), groups, norm_type) for groups, locals_ in parts.items()]
-    if not totals:
-        return torch.zeros((), device=device)
-    stacked = torch.stack(totals)
-    norm = stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
-    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for locals_ in parts.values():
-        if locals_:
-            foreach_mul_(locals_, coefficient)
+    dtypes = [dtype for group, _ in trained for dtype in (group.facts.grad_dtype, group.facts.main_dtype)]
+    dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+    rows = [grad for _, grad in trained if grad is not None]
+    is_spread = any(not _is_everywhere(group, dp_group) for group, _ in trained)
+    counted = [grad for group, grad in trained if grad is not None and (not is_spread or _counts_here(group))]
+    total = _local(counted, norm_type, dtype, buffer.parameter_groups[0].facts.device)
+    if is_spread:
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=dp_group)
+    norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+    if rows:
+        foreach_mul_(rows, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
+
+
+def _grad(sharded: torch.Tensor) -> torch.Tensor | None:
+    """This rank's rows of the attached gradient."""
+    grad = getattr(sharded, "decoupled_grad", None)
+    grad = sharded.grad if grad is None else grad
+    return None if grad is None else grad.to_local()
+
+
+def _is_everywhere(group: ParamGroup, dp_group: dist.ProcessGroup) -> bool:
+    """Every rank of `dp_group` holds the whole gradient of `group`."""
+    sizes = [axis.size for axis, place in _placed(group) if place is not Placement.SHARD]
+    return math.prod(sizes) == dp_group.size()
+
+
+def _counts_here(group: ParamGroup) -> bool:
+    return all(axis.rank == 0 for axis, place in _placed(group) if place is not Placement.SHARD)
+
+
+def _placed(group: ParamGroup) -> zip:
+    """(axis, placement of the final gradient) of both axes."""
+    return zip(group.facts.axes, group.plan.finalized_grad(), strict=True)
 
 
 def _local(grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -52,10 +69,3 @@ def _local(grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype, devi
         return torch.zeros((), dtype=dtype, device=device)
     norms = torch.stack([norm.to(dtype) for norm in foreach_norm(grads, norm_type, dtype=dtype)])
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
-
-
-def _reduced(value: torch.Tensor, groups: tuple[dist.ProcessGroup, ...], norm_type: float) -> torch.Tensor:
-    op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-    for group in groups:
-        dist.all_reduce(value, op=op, group=group)
-    return value

@@ -265,7 +265,7 @@ class MegatronFSDP(nn.Module):
         """
         if self.param_and_grad_buffer.has_open_grads:
             self.finish_grad_sync()
-        return clip_grad_norm(self.param_and_grad_buffer, max_norm, norm_type)
+        return clip_grad_norm(self.param_and_grad_buffer, self.dist_index.get_dp_group(), max_norm, norm_type)
 
     # -- weights --------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,8 @@ class FSDPDistributedIndex:
 
     Raises:
         ValueError: a dimension is missing from a mesh or means two axes, one of `dp_outer_dim` and `hybrid_fsdp_group`
-            (`hybrid_fsdp_expt_group`, with an expert mesh) is missing, or a group has other ranks than its dimension.
+            (`hybrid_fsdp_expt_group`, with an expert mesh) is missing, a group has other ranks than its dimension, or
+            experts are spread over ranks that are no dense data-parallel ones.
     """
 
     def __init__(
@@ -96,6 +97,22 @@ class FSDPDistributedIndex:
                 continue
             if group is None or dist.get_process_group_ranks(gather) != dist.get_process_group_ranks(group):
                 raise ValueError(f"{option} must hold the same ranks, in the same order, as the shard dimension's.")
+        if self.expt_device_mesh is not None and not self._has_tensor_parallelism():
+            self._check_experts()
+
+    def _has_tensor_parallelism(self) -> bool:
+        return self.tp_dim is not None and self.get_submesh(self.tp_dim).size() > 1
+
+    def _check_experts(self) -> None:
+        """Experts are spread over some of the ranks that average dense gradients, which all see the experts' tokens."""
+        dense, experts = (dist.get_process_group_ranks(self.get_dp_group(is_expert)) for is_expert in (False, True))
+        strangers = sorted(set(experts) - set(dense))
+        if strangers or len(dense) % len(experts):
+            raise ValueError(
+                f"expt_device_mesh spreads this rank's experts over ranks {experts}, of which device_mesh's data-"
+                f"parallel ranks {dense} must be a multiple: data-parallel size = expert-parallel size x expert "
+                "data-parallel size."
+            )
 
     def _check_hybrid(self, is_expert: bool) -> None:
         """One mesh's group of all (outer, shard) ranks, and that torch can slice the two dimensions together."""
@@ -110,10 +127,17 @@ class FSDPDistributedIndex:
                 f"{option} has {group.size()} ranks; expected {expected}: all ranks of {self.dp_outer_dim!r} x "
                 f"{self.dp_shard_dim!r} of {mesh_name}."
             )
-        if (self.dp_outer_dim, self.dp_shard_dim, is_expert) not in self.mesh_library:
+        mesh = self.mesh_library.get((self.dp_outer_dim, self.dp_shard_dim, is_expert))
+        if mesh is None:
             raise ValueError(
                 f"{mesh_name} with dimensions {self.get_root_mesh(is_expert).mesh_dim_names} has no sub-mesh of "
                 f"({self.dp_outer_dim!r}, {self.dp_shard_dim!r}); the outer dimension must come first, and not overlap."
+            )
+        own, wanted = sorted(dist.get_process_group_ranks(group)), sorted(mesh.mesh.flatten().tolist())
+        if own != wanted:
+            raise ValueError(
+                f"{option} has ranks {own}; expected {wanted}: all ranks of {self.dp_outer_dim!r} x "
+                f"{self.dp_shard_dim!r} of {mesh_name}."
             )
 
     def _register_submeshes(self) -> dict[tuple[str | bool, ...], DeviceMesh]:
@@ -173,6 +197,21 @@ class FSDPDistributedIndex:
             raise RuntimeError("there is one logical rank order only when outer_dp_sharding_strategy is 'optim'.")
         outer = self.get_outer_fsdp_group(is_expert_parallel)
         return self.get_fsdp_group(is_expert_parallel).rank() * outer.size() + outer.rank()
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Over how many ranks the experts of a layer are distributed; their data-parallel ranks are that many fewer."""
+        if self.expt_device_mesh is None:
+            return 1
+        return max(1, self.get_dp_group().size() // self.get_dp_group(is_expert_parallel=True).size())
+
+    @property
+    def holds_first_experts(self) -> bool:
+        """Among the ranks that hold different experts under the same names, this is the first."""
+        if self.expert_parallel_size == 1:
+            return True
+        first = dist.get_process_group_ranks(self.get_dp_group())[0]
+        return first in dist.get_process_group_ranks(self.get_dp_group(is_expert_parallel=True))
 
     def axes(self, is_expert: bool = False) -> tuple[Axis, Axis]:
         """The (outer, inner) axes of dense or expert parameters."""

@@ -195,6 +195,7 @@ class _Source:
 
 @torch.no_grad()
 def _agree_on_buffers(request: BuildRequest) -> None:
+    experts = _modules_of_experts(request.module)
     for module in request.module.modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
@@ -202,7 +203,27 @@ def _agree_on_buffers(request: BuildRequest) -> None:
             # Expanded buffers show one element in several places, and cannot be written to.
             moved = buffer.to(request.device).contiguous()
             module._buffers[name] = moved
-            _broadcast(moved, request.index.get_dp_group())
+            _broadcast(moved, request.index.get_dp_group(is_expert_parallel=module in experts))
+
+
+def _modules_of_experts(root: nn.Module) -> set[nn.Module]:
+    """Modules whose buffers are experts', and so differ between expert-parallel ranks.
+
+    Buffers have no tag: they are experts' where all parameters in their module are, or, if it has none, all those in
+    the nearest module around it that has some.
+    """
+    found: set[nn.Module] = set()
+
+    def visit(module: nn.Module, is_inside: bool) -> None:
+        params = list(module.parameters())
+        is_inside = all(map(_is_expert, params)) if params else is_inside
+        if is_inside:
+            found.add(module)
+        for child in module.children():
+            visit(child, is_inside)
+
+    visit(root, False)
+    return found
 
 
 def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
