@@ -55,6 +55,21 @@ def test_a_load_is_current_at_once(mcore_ranks2: RankPool, dtype: torch.dtype, s
     assert mcore_ranks2.run(load_and_compute, dtype, source) == [(True, True)] * 2
 
 
+def whole_state_of(dtype: torch.dtype) -> bool:
+    """The first rank's whole state dict loads into the bare model, and others have none."""
+    model, plain = build(Case(dtype=dtype)), gpt_model(gpt_config())
+    state, weights = model.full_state_dict(), whole_weights(model)
+    if dist.get_rank():
+        return state == {}
+    plain.load_state_dict(state)
+    return list(state) == list(plain.state_dict()) and all(torch.equal(state[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_whole_state_dict_has_the_bare_models_names(mcore_ranks2: RankPool, dtype: torch.dtype) -> None:
+    assert mcore_ranks2.run(whole_state_of, dtype) == [True, True]
+
+
 def load_wrong(how: str, strict: bool) -> tuple[list[str], list[str]]:
     # A gated model: the released adapter drops strictness for these.
     model = build(Case(dtype=torch.bfloat16, config={"gated_linear_unit": True}))

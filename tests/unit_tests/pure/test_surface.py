@@ -138,6 +138,8 @@ METHODS = {
     "broadcast_params": "(self)",
     "get_distributed_index": "(self)",
     "clip_grad_norm_": "(self, max_norm, norm_type=2.0)",
+    "full_params": "(self, writeback=True)",
+    "full_state_dict": "(self, dtype=None)",
 }
 INDEX_METHODS = {
     "get_submesh": "(self, mesh_dim_names, is_expert_parallel=False)",

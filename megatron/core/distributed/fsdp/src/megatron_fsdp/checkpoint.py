@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.dtensor import ShardSpec
+from megatron_fsdp.runtime.moment import check_not_taken
 from megatron_fsdp.runtime.schedule import Schedule
 
 
@@ -75,11 +76,13 @@ class StateDictHooks:
         Raises:
             ValueError: `assign=True`, which would take the parameters away from their buffers; or a tensor that is
                 spread over ranks otherwise than the parameter.
+            RuntimeError: inside `full_params()`.
         """
         if local_metadata.get("assign_to_params_buffers", False):
             raise ValueError(
                 "load_state_dict(assign=True) would detach sharded parameters from their buffers; use assign=False."
             )
+        check_not_taken(self._schedule(), "load_state_dict()")
         self._schedule().rest()
         for fqn, spec in self._specs.items():
             value = state_dict.get(prefix + fqn)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from megatron_fsdp.arguments import check_arguments
 from megatron_fsdp.checkpoint import StateDictHooks
 from megatron_fsdp.config import DEFAULT_POLICY, DistributedDataParallelConfig, MixedPrecisionPolicy, default_config
 from megatron_fsdp.dtensor import make_sharded_param
+from megatron_fsdp.full_params import full_params
+from megatron_fsdp.full_state_dict import check_is_whole, full_state_dict, whole_shards
 from megatron_fsdp.grad_norm import clip_grad_norm
 from megatron_fsdp.machine.allocator import ResizePool, StoragePool
 from megatron_fsdp.machine.device import Device
@@ -27,6 +31,7 @@ from megatron_fsdp.plan.strategy import Placement
 from megatron_fsdp.runtime.build import BuildRequest, build_units, grad_scales
 from megatron_fsdp.runtime.discovery import UnitPlan
 from megatron_fsdp.runtime.hooks import install_hooks
+from megatron_fsdp.runtime.moment import check_idle, check_not_taken
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.summary import build_summary
 
@@ -283,11 +288,59 @@ class MegatronFSDP(nn.Module):
         """Releases gathered weights; modules show sharded parameters."""
         self._schedule.rest()
 
+    def full_params(self, writeback: bool = True) -> AbstractContextManager[None]:
+        """A context in which every parameter is whole, plain and writable, on every rank. **Collective**.
+
+        Inside, `named_parameters()`, the modules' attributes and `state_dict()` show plain tensors of full shape that
+        hold the main weights exactly (by default fp32; a frozen parameter in its own dtype). Each data-parallel rank
+        holds the whole model in that dtype beside its shards. They are gathered group by group, replicated ones copied.
+
+        On exit every rank copies its own rows of what it has into its main weight, and compute weights follow. So all
+        ranks must write the same; what one rank writes into another one's rows is gone, and replicated parameters would
+        differ. If the block raises, nothing is written. Gradients and optimizer state stay as they are.
+
+        Args:
+            writeback: False: drop what is written.
+
+        Raises:
+            RuntimeError: inside the model's forward or backward, or inside another `full_params()`; before anything is
+                communicated. Running the model, stepping its optimizer or loading a state dict inside raises too.
+            ValueError: on exit, if a parameter has been replaced or resized; nothing has been written then.
+        """
+        return full_params(self._schedule, writeback=writeback)
+
+    def full_state_dict(self, dtype: torch.dtype | None = None) -> OrderedDict[str, Any]:
+        """The unsharded model's state dict in the first rank's CPU memory; empty on other ranks. **Collective**.
+
+        Names, buffers, tied entries (one tensor under each name) and extra state are those of the original module's
+        `state_dict()`. Parameters go to the first data-parallel rank one by one: it holds one whole parameter on the
+        device at a time, the others none.
+
+        Args:
+            dtype: of the parameters; None: that of the main weights, whose values are exact (fp32 by default, a frozen
+                parameter's own). Buffers keep theirs.
+
+        Raises:
+            RuntimeError: inside forward, backward or `full_params()`.
+            NotImplementedError: tensor- or expert-parallel ranks hold parts of the model.
+            ValueError: a hook of the model renames shards.
+        """
+        check_idle(self._schedule, "full_state_dict()")
+        check_is_whole(self.dist_index)
+        shards = whole_shards(self.module, self.state_dict_hooks)
+        prefix = self._wrapper_prefix()
+        return full_state_dict(shards, self._schedule, self.dist_index, wrapper_prefix=prefix, dtype=dtype)
+
+    def _wrapper_prefix(self) -> str:
+        """What wrappers between `.module` and the user's model add to names."""
+        return ""
+
     def install_optimized_model_weights(self) -> None:
         """Makes compute weights follow the main weights. Call it after changing parameters by hand.
 
         **Collective** if a weight codec is.
         """
+        check_not_taken(self._schedule, "install_optimized_model_weights()")
         self.param_and_grad_buffer.copy_main_weights_to_model_weights()
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp.optimizer_state import adopt_state, create_state, mark_state
+from megatron_fsdp.runtime.moment import check_not_taken
 
 _MARK = "_megatron_fsdp_optimizer"
 #: Optimizers that cannot work on shards: class -> why.
@@ -133,6 +134,7 @@ def _wrap_step(optimizer: torch.optim.Optimizer, model: Any) -> None:
         **kwargs: Any,
     ) -> Any:
         nonlocal with_state
+        check_not_taken(model._schedule, "optimizer.step()")
         open_grads = model.param_and_grad_buffer.has_open_grads  # automatic synchronization may have come too late
         if sync_grad_before_optimizer_step and (open_grads or not model.model_auto_sync):
             model.finish_grad_sync()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from megatron_fsdp.machine.torch_compat import in_backward, version_of
+from megatron_fsdp.runtime.moment import check_not_taken, end_interrupted_forward
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Phase, Unit
 
@@ -27,6 +28,8 @@ def install_hooks(schedule: Schedule) -> list[torch.utils.hooks.RemovableHandle]
         module = unit.module()
         handles.append(module.register_forward_pre_hook(hooks.pre_forward, prepend=True))
         handles.append(module.register_forward_hook(hooks.post_forward, with_kwargs=True))
+        if unit.is_root:
+            handles.append(module.register_forward_hook(hooks.after_forward, always_call=True))
     return handles
 
 
@@ -39,6 +42,7 @@ class _UnitHooks:
 
     def pre_forward(self, module: nn.Module, args: tuple) -> None:
         schedule, unit = self._alive()
+        check_not_taken(schedule, "a forward")
         if torch.is_grad_enabled():
             unit.input_versions = {id(value): version_of(value) for value in args if isinstance(value, torch.Tensor)}
         if in_backward():
@@ -58,6 +62,12 @@ class _UnitHooks:
                 register_multi_grad_hook(own, functools.partial(self.pre_backward, schedule.generation), mode="any")
         if unit.phase is not Phase.BACKWARD:
             schedule.post_forward(unit, awaits_backward=awaits_backward, lends=unit.lends(tensors))
+
+    def after_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Runs also when the forward has raised."""
+        schedule = self.schedule()
+        if schedule is not None:
+            end_interrupted_forward(schedule)
 
     def pre_backward(self, generation: int, grad: torch.Tensor) -> None:
         schedule, unit = self._alive()

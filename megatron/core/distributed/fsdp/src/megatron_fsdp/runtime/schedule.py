@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.collectives import GradScale
 from megatron_fsdp.machine.device import Device, Event
-from megatron_fsdp.machine.torch_compat import on_backward_end
+from megatron_fsdp.machine.torch_compat import in_backward, on_backward_end
 from megatron_fsdp.runtime.order import Order, agree
 from megatron_fsdp.runtime.reducer import Reducer
 from megatron_fsdp.runtime.unit import Phase, Unit
@@ -64,6 +64,8 @@ class Schedule:
         self.microbatch_count = 0
         self._observed: dict[Unit, None] | None = {}
         """Units in the order of their first calls, until the ranks have agreed on one."""
+        self.taken_by: str | None = None
+        """What shows parameters of its own in place of the schedule's; until it ends, no forward can run."""
         self.on_auto_sync = lambda: None
         """Called at the end of a backward when `model_auto_sync` is on."""
 
@@ -169,6 +171,17 @@ class Schedule:
         else:
             unit.enter(Phase.RESTING)
             self._release(unit)
+
+    @property
+    def is_running(self) -> bool:
+        """A forward of the whole model, or a backward, is not over."""
+        return self._in_forward or self._in_backward or in_backward()
+
+    def forget_forward(self) -> bool:
+        """Says if the root's forward was interrupted, and expects no more of it."""
+        was_interrupted, self._in_forward = self._in_forward, False
+        self._open.clear()
+        return was_interrupted
 
     def _end_forward(self) -> None:
         if self._in_forward:

@@ -52,6 +52,11 @@ class Place:
             # Not setattr: registering a parameter checks and reorders, and this runs for every parameter of every unit.
             module._parameters[self.name] = param
 
+    def holds(self, param: nn.Parameter) -> bool:
+        """The module holds `param` under this name, or is gone."""
+        module = self.module()
+        return module is None or module._parameters.get(self.name) is param
+
 
 @dataclasses.dataclass
 class ManagedParam:

@@ -1,0 +1,35 @@
+"""Whether now is the moment for something that all units take part in."""
+
+from __future__ import annotations
+
+from megatron_fsdp.runtime.schedule import Schedule
+
+
+def check_not_taken(schedule: Schedule, action: str) -> None:
+    """Raises RuntimeError if something else has put its parameters in the modules."""
+    if schedule.taken_by is not None:
+        raise RuntimeError(f"{action} inside {schedule.taken_by} would not see its parameters; leave it first.")
+
+
+def check_idle(schedule: Schedule, action: str) -> None:
+    """Raises RuntimeError if the model runs, or something else has put its parameters in the modules."""
+    if schedule.is_running:
+        raise RuntimeError(
+            f"{action} inside the model's forward or backward would take its weights away; call it before or after."
+        )
+    check_not_taken(schedule, action)
+
+
+def settle(schedule: Schedule) -> None:
+    """Makes the current stream wait for every gather, releases what was gathered and shows sharded parameters."""
+    for unit in schedule.units:
+        if unit.gather_event is not None:
+            unit.gather_event.wait()
+            unit.gather_event = None
+    schedule.rest()
+
+
+def end_interrupted_forward(schedule: Schedule) -> None:
+    """Releases what a forward that raised has left behind; nothing to do after one that returned."""
+    if schedule.forget_forward():
+        settle(schedule)
