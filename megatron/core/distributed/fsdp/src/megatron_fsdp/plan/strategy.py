@@ -80,6 +80,11 @@ class StrategyPlan:
         return self.weight != self.main_weight
 
     @property
+    def refreshes_along_outer(self) -> bool:
+        """That gather runs over the outer axis (and then over it alone)."""
+        return self.weight.outer is not self.main_weight.outer
+
+    @property
     def reduces_each_microbatch(self) -> bool:
         """Every backward reduces on the inner axis; otherwise gradients accumulate unreduced."""
         return self.main_grad.inner is S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -40,15 +41,10 @@ class Order:
         self.exit_number = {unit: number for number, unit in enumerate(self.exits)}
         self._entry_number = {unit: number for number, unit in enumerate(self.entries)}
 
-    def entries_after(self, unit: Unit, count: int) -> list[Unit]:
-        """The next `count` units that join backward, after the entry of `unit`."""
-        found: list[Unit] = []
-        for number in range(self._entry_number[unit] + 1, len(self.entries)):
-            if len(found) == count:
-                break
-            if self.entries[number].joins_backward:
-                found.append(self.entries[number])
-        return found
+    def entries_after(self, unit: Unit) -> Iterator[Unit]:
+        """The units that join backward whose entries follow that of `unit`."""
+        following = itertools.islice(self.entries, self._entry_number[unit] + 1, None)
+        return (other for other in following if other.joins_backward)
 
 
 def agree(order: Order, ran: Sequence[Unit], axes: Axes, device: torch.device) -> Order:

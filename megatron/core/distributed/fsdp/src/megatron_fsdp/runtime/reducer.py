@@ -1,9 +1,12 @@
-"""Takes gradients to their owners: beside backward, on a stream of its own, with few buffers on their way."""
+"""Takes gradients to their owners: beside backward, on streams of its own, with few buffers on their way."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
 
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.collectives import GradScale
@@ -13,19 +16,36 @@ from megatron_fsdp.state.flat_buffer import FlatBuffer
 from megatron_fsdp.state.main_grad import GradState
 from megatron_fsdp.state.param_group import ParamGroup
 
+#: Low-precision copies that the outer axis may still be reading while the inner axis goes on.
+_MOST_CROSSING = 2
+
 
 class Reducer:
-    """Reduces and finalizes the gradients of units, in the order in which it is called."""
+    """Reduces and finalizes the gradients of units, in the order in which it is called.
+
+    Reductions over the inner axis and those over the outer axis run on a stream each, so that an inner one need not
+    wait for the outer one of the unit before.
+    """
 
     def __init__(self, config: EngineConfig, device: Device, scales: dict[bool, GradScale]):
         self._device = device
         self._scales = scales
         """Gradient scale by `is_expert`."""
         self._most_in_flight = config.reductions_in_flight
+        self._most_numel = config.reduction_numel
         self._stream = device.new_stream(high_priority=True)
+        self._outer_stream = device.new_stream(high_priority=True)
         self._in_flight: collections.deque[tuple[FlatBuffer, Event]] = collections.deque()
+        """Staged gradients, allocated on the compute stream, until that has waited for their reduction."""
+        self._crossing: collections.deque[tuple[torch.Tensor, Event]] = collections.deque()
+        """What was allocated on the inner axis' stream, until that has waited for the outer axis' to have read it."""
         self.before_collect: Callable[[ParamGroup], None] | None = None
         """Shown every group whose gradients of this backward are complete and still this rank's own."""
+
+    @property
+    def streams(self) -> tuple[object, object]:
+        """The streams of the inner and the outer axis."""
+        return self._stream, self._outer_stream
 
     def reduce(self, unit: Unit, *, finalizes: bool) -> None:
         """Starts the reduction of the unit's gradients of this backward. **Collective**.
@@ -38,9 +58,9 @@ class Reducer:
             if group.main_grad is None:
                 continue
             if group.plan.reduces_each_microbatch:
-                self._make_room()
+                self._make_room(group.layout.size)
             elif group.main_grad.state is not GradState.ACCUMULATING:  # about to be opened on this stream
-                self._device.current_stream().wait_stream(self._stream)
+                self._wait()
             if self.before_collect is not None:
                 self.before_collect(group)
             staged = group.main_grad.collect()
@@ -55,27 +75,57 @@ class Reducer:
 
     def wait(self) -> None:
         """Makes the current stream wait for every reduction."""
-        self._device.current_stream().wait_stream(self._stream)
+        self._wait()
         self._in_flight.clear()
+        # The next allocation on the inner axis' stream waits for the current stream first.
+        self._crossing.clear()
 
     def wait_without_forgetting(self) -> None:
         """Makes the current stream wait for every reduction; buffers on their way stay counted."""
-        self._device.current_stream().wait_stream(self._stream)
+        self._wait()
+
+    def _wait(self) -> None:
+        current = self._device.current_stream()
+        for stream in self.streams:
+            current.wait_stream(stream)
 
     def _issue(self, group: ParamGroup, staged: FlatBuffer | None, *, finalizes: bool) -> None:
+        scale = self._scales[group.facts.is_expert]
         ready = self._device.record_event()
         with self._device.use(self._stream):
             ready.wait()
-            scale = self._scales[group.facts.is_expert]
             if staged is not None:
+                if group.main_grad.state is GradState.FINAL:  # about to be opened again on this stream
+                    self._stream.wait_stream(self._outer_stream)
                 group.main_grad.reduce(staged, scale)
-            if finalizes:
-                group.main_grad.finalize(scale)
-            if staged is not None:
                 self._in_flight.append((staged, self._device.record_event()))
+            if finalizes:
+                crossing = group.main_grad.finalize(scale, self._along_outer)
+                if crossing is not None:
+                    self._keep_while_crossing(crossing)
 
-    def _make_room(self) -> None:
+    @contextlib.contextmanager
+    def _along_outer(self) -> Iterator[None]:
+        """Goes on, after what is on the inner axis' stream, on the outer axis' stream."""
+        ready = self._device.record_event()
+        with self._device.use(self._outer_stream):
+            ready.wait()
+            yield
+
+    def _keep_while_crossing(self, tensor: torch.Tensor) -> None:
+        with self._device.use(self._outer_stream):
+            self._crossing.append((tensor, self._device.record_event()))
+        while len(self._crossing) > _MOST_CROSSING:
+            _, read = self._crossing.popleft()
+            read.wait()
+
+    def _make_room(self, numel: int) -> None:
         """Bounds the unreduced gradients alive: the oldest buffer goes back to the stream that allocated it."""
-        while len(self._in_flight) >= self._most_in_flight:
+        while self._in_flight and self._is_full(numel):
             _, done = self._in_flight.popleft()
             done.wait()
+
+    def _is_full(self, numel: int) -> bool:
+        if self._most_numel is None:
+            return len(self._in_flight) >= self._most_in_flight
+        return numel + sum(staged.layout.size for staged, _ in self._in_flight) > self._most_numel

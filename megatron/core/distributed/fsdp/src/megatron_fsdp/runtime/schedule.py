@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.collectives import GradScale
-from megatron_fsdp.machine.device import Device, Event
+from megatron_fsdp.machine.device import Device
 from megatron_fsdp.machine.torch_compat import in_backward, on_backward_end
+from megatron_fsdp.runtime.gatherer import Gatherer, Prefetch
 from megatron_fsdp.runtime.order import Order, agree
 from megatron_fsdp.runtime.reducer import Reducer
 from megatron_fsdp.runtime.unit import Phase, Unit
@@ -33,8 +35,8 @@ class Schedule:
         self.config = config
         self.device = device
         self._reducer = Reducer(config, device, scales)
-        self._gather_stream = device.new_stream(high_priority=True)
-        self._depth = config.prefetch_depth if config.overlap_param_gather else 0
+        self._gatherer = Gatherer(device)
+        self._prefetch = Prefetch.of(config)
         self._order = Order([unit for unit in units if unit is not self.root], self.root)
         self._in_forward = False
         """The root's forward runs. Units may also be called outside it; then nothing is expected of the others."""
@@ -44,8 +46,6 @@ class Schedule:
         """Units of the order that this forward has left behind."""
         self._open: list[Unit] = []
         """Units whose forward runs, outermost first, the root not counted."""
-        self._installed: Event | None = None
-        """Compute weights were written on the current stream; the next gather waits for it."""
         self._lenders: dict[Unit, None] = {}
         """Units that have returned views of their weights."""
         self._in_backward = False
@@ -69,43 +69,6 @@ class Schedule:
         self.on_auto_sync = lambda: None
         """Called at the end of a backward when `model_auto_sync` is on."""
 
-    # -- gathers ------------------------------------------------------------------------------------------------
-
-    def _gather(self, unit: Unit) -> None:
-        """Starts the gather of `unit` unless it is readable or on its way. **Collective**."""
-        if not unit.needs_gather:
-            return
-        with self.device.use(self._gather_stream):
-            if self._installed is not None:
-                self._installed.wait()
-                self._installed = None
-            for group in unit.groups:
-                group.unshard()
-            unit.gather_event = self.device.record_event()
-
-    def _make_readable(self, unit: Unit) -> None:
-        """Gathers `unit` if need be, and makes the current stream wait for it. **Collective**."""
-        self._gather(unit)
-        if unit.gather_event is not None:
-            unit.gather_event.wait()
-            unit.gather_event = None
-        unit.show_raw()
-
-    def _release(self, unit: Unit) -> None:
-        """Frees the gathered weights of `unit` once the work issued so far has read them."""
-        unit.show_sharded()
-        if not any(group.is_unsharded and group.plan.gathers_weights for group in unit.groups):
-            return
-        if unit.gather_event is not None:  # prefetched and never used
-            unit.gather_event.wait()
-            unit.gather_event = None
-        done = self.device.record_event()
-        with self.device.use(self._gather_stream):
-            # Storage goes back to the gather stream's pool: the next gather must not overwrite what is being read.
-            done.wait()
-            for group in unit.groups:
-                group.reshard()
-
     # -- forward ------------------------------------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit) -> None:
@@ -122,32 +85,43 @@ class Schedule:
                 self._observed.setdefault(unit)
             self._walk_to(self._order.forward_index[unit])
         unit.enter(Phase.FORWARD)
-        self._make_readable(unit)
+        self._gatherer.make_readable(unit)
         if self._in_forward:
-            self._gather_first((0 if unit.is_root else self._order.forward_index[unit] + 1) + self._depth)
+            self._gather_ahead(0 if unit.is_root else self._order.forward_index[unit] + 1)
 
     def _begin_forward(self) -> None:
         """A new forward of the whole model: gathers must see what the optimizer wrote on the current stream."""
-        self._gather_stream.wait_stream(self.device.current_stream())
+        self._gatherer.follow()
+        self._refresh_all()
         self._in_forward = True
         self._gathered = self._passed = 0
         self._open.clear()
         for unit in self.units:
             unit.calls = 0
 
+    def _refresh_all(self) -> None:
+        """Starts what the last install left to the outer axis, of every unit in turn. **Collective**."""
+        for unit in (self.root, *self._order.forward):
+            self._gatherer.refresh(unit)
+
+    def _gather_ahead(self, index: int) -> None:
+        """Gathers what may be there when unit number `index` comes next, and everything before it. **Collective**."""
+        coming = itertools.islice(self._order.forward, index, None)
+        self._gather_first(index + len(self._prefetch.pick(coming)))
+
     def _gather_first(self, count: int) -> None:
         """Gathers the first `count` units of the order, each once in a forward. **Collective**."""
         while self._gathered < min(count, len(self._order.forward)):
-            self._gather(self._order.forward[self._gathered])
+            self._gatherer.gather(self._order.forward[self._gathered])
             self._gathered += 1
 
     def _walk_to(self, index: int) -> None:
         """Takes part in what comes before unit number `index`, and releases what was not used. **Collective**."""
         while self._passed < index:
-            self._gather_first(self._passed + 1 + self._depth)
+            self._gather_ahead(self._passed + 1)
             unit = self._order.forward[self._passed]
             if unit.phase is Phase.RESTING:  # or else it contains the one that is reached
-                self._release(unit)
+                self._gatherer.release(unit)
             self._passed += 1
         self._gather_first(index + 1)
 
@@ -162,7 +136,7 @@ class Schedule:
                 return
             for other in self.units:
                 other.enter(Phase.RESTING)
-                self._release(other)
+                self._gatherer.release(other)
             return
         if self._open and self._open[-1] is unit:
             self._open.pop()
@@ -170,7 +144,7 @@ class Schedule:
             self._lenders[unit] = None
         else:
             unit.enter(Phase.RESTING)
-            self._release(unit)
+            self._gatherer.release(unit)
 
     @property
     def is_running(self) -> bool:
@@ -197,7 +171,7 @@ class Schedule:
         if (unit.backwards + 1) % max(unit.calls, 1) == 0:
             self._walk_back_before_recomputing(unit)
         unit.enter(Phase.BACKWARD)
-        self._make_readable(unit)
+        self._gatherer.make_readable(unit)
 
     def _walk_back_before_recomputing(self, unit: Unit) -> None:
         """Ends what is over; if nothing before `unit` is to come, its own backward is what follows. **Collective**.
@@ -221,7 +195,7 @@ class Schedule:
             self._cursor = self._reduced = 0
             on_backward_end(self.finish_backward)
             for unit in self._lenders:  # others read their weights before their own turn comes
-                self._make_readable(unit)
+                self._gatherer.make_readable(unit)
 
     def pre_backward(self, unit: Unit) -> None:
         """The gradient of the unit's output is there. **Collective**."""
@@ -238,7 +212,7 @@ class Schedule:
             self._cursor = min(self._cursor, self._order.entry[unit])
             self._walk_back(self._order.entry[unit] + 1, unit)
         unit.enter(Phase.BACKWARD)
-        self._make_readable(unit)
+        self._gatherer.make_readable(unit)
 
     def _walk_back(self, stop: int, reached: Unit | None = None) -> None:
         """Takes the steps of the order's backward before number `stop`, where `reached` begins. **Collective**."""
@@ -249,9 +223,9 @@ class Schedule:
             if not unit.joins_backward:
                 continue
             if step.is_entry:
-                self._gather(unit)
-                for following in self._order.entries_after(unit, self._depth):
-                    self._gather(following)
+                self._gatherer.gather(unit)
+                for following in self._prefetch.pick(self._order.entries_after(unit)):
+                    self._gatherer.gather(following)
             elif reached is None or unit not in reached.callers:
                 if unit not in self._lenders:
                     self._end_unit(unit)
@@ -260,7 +234,7 @@ class Schedule:
     def _end_unit(self, unit: Unit) -> None:
         if unit.phase is Phase.BACKWARD:
             unit.enter(Phase.RESTING)
-        self._release(unit)
+        self._gatherer.release(unit)
 
     def _reduce_through(self, last: int) -> None:
         """Reduces units in order up to number `last`, but none before its gradients are complete. **Collective**."""
@@ -342,22 +316,23 @@ class Schedule:
             self._end_unit(unit)
             for group in unit.groups:
                 group.install()
-        self._installed = self.device.record_event()
+        self._gatherer.follow_install()
         self.generation += 1
 
     def gather_ahead(self) -> None:
         """Starts the gathers that the next forward needs first. **Collective**."""
-        self._gather_stream.wait_stream(self.device.current_stream())
-        self._gather(self.root)
-        for unit in self._order.forward[: self._depth]:
-            self._gather(unit)
+        self._gatherer.follow()
+        self._refresh_all()
+        self._gatherer.gather(self.root)
+        for unit in self._prefetch.pick(self._order.forward):
+            self._gatherer.gather(unit)
 
     def gather_all(self) -> None:
         """Rebuilds every resting weight that is not current. **Collective**."""
-        self._gather_stream.wait_stream(self.device.current_stream())
+        self._gatherer.follow()
         for unit in self.units:
             if not any(group.plan.gathers_weights for group in unit.groups):
-                self._gather(unit)
+                self._gatherer.gather(unit)
 
     @contextlib.contextmanager
     def showing_sharded(self) -> Iterator[None]:

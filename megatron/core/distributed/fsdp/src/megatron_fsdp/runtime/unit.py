@@ -90,6 +90,9 @@ class Unit:
         self.phase = Phase.RESTING
         self.trainable = [param.raw for param in params if param.raw.requires_grad]
         self.gather_event: Event | None = None
+        self.refresh_event: Event | None = None
+        self.gathered_numel = sum(group.layout.size for group in groups if group.plan.gathers_weights)
+        """Elements of the weights that are there only while it computes, padding included."""
         self._storages = {storage for group in groups for storage in group.gathered_storages}
         self.calls = 0
         """Forward calls inside the root's last forward."""
@@ -113,6 +116,11 @@ class Unit:
     def needs_gather(self) -> bool:
         """Some group would communicate to be readable."""
         return any(group.needs_gather for group in self.groups)
+
+    @property
+    def needs_refresh(self) -> bool:
+        """Something is left to do over the outer axis."""
+        return any(group.plan.refreshes_along_outer and not group.is_fresh for group in self.groups)
 
     @property
     def gathers_weights(self) -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import enum
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -132,35 +136,65 @@ class MainGrad:
             target.add_(source)
 
     @torch.no_grad()
-    def finalize(self, scale: GradScale) -> None:
+    def finalize(
+        self, scale: GradScale, along_outer: Callable[[], AbstractContextManager] = contextlib.nullcontext
+    ) -> torch.Tensor | None:
         """Ends an accumulation: reduces and scales what has not been. **Collective** if reductions were deferred.
 
         Args:
             scale: of the whole reduction; not applied again to what `reduce` has scaled already.
+            along_outer: context in which the outer axis is reduced (its stream), after what was issued before it.
+
+        Returns:
+            What was allocated outside that context and is read inside it: to be kept until it has been.
         """
         assert self.state is GradState.ACCUMULATING, self.state
+        crossing = None
         if self._plan.defers_reduction:
             if self._plan.reduces_each_microbatch:
                 scale = GradScale(1.0, scale.average, scale.fused)
-            self._reduce_deferred(scale)
-        elif not self._plan.reduces_each_microbatch and scale.pre != 1.0:
-            self.buffer.data.mul_(scale.pre)  # experts without a peer still share their data with all dense ranks
+            crossing = self._reduce_deferred(scale, along_outer)
+        else:
+            if not self._plan.reduces_each_microbatch and scale.pre != 1.0:
+                self.buffer.data.mul_(scale.pre)  # experts without a peer still share their data with all dense ranks
+            self._settle(self.final)
+        self.generation += 1
+        self.state = GradState.FINAL
+        return crossing
+
+    def _reduce_deferred(
+        self, scale: GradScale, along_outer: Callable[[], AbstractContextManager]
+    ) -> torch.Tensor | None:
+        target = self._plan.finalized_grad()
+        if self._plan.main_grad.inner is target.inner:  # only the outer axis is left
+            with along_outer():
+                self._settle(self._on_the_wire().reduce_to(target, scale))
+            return None
+        wire = self._on_the_wire()
+        partly = wire.reduce_to(target._replace(outer=wire.placement.outer), scale)
+        if partly.placement == target:
+            self._settle(partly)
+            return None
+        with along_outer():
+            self._settle(partly.reduce_to(target, dataclasses.replace(scale, pre=1.0)))
+        return wire.data if wire is not self.buffer else None
+
+    def _on_the_wire(self) -> FlatBuffer:
+        """The accumulated gradient in the dtype in which it travels: the buffer itself, or a copy."""
+        if self._facts.comm_dtype == self.buffer.dtype:
+            return self.buffer
+        data = self._pool.scratch(self.buffer.data.numel(), self._facts.comm_dtype, self._facts.device)
+        data.copy_(self.buffer.data)
+        return FlatBuffer(self.buffer.layout, self.buffer.axes, self.buffer.placement, data)
+
+    def _settle(self, reduced: FlatBuffer) -> None:
+        """Makes `reduced`, which may be the buffer's own part, the final gradient, with what was set aside."""
+        if reduced.data.data_ptr() != self.final.data.data_ptr() or reduced.dtype != self.final.dtype:
+            # Copied, never added: the source of this reduction is the buffer itself.
+            self.final.data.copy_(reduced.data)
         if self._aside is not None:
             self.final.data.add_(self._aside)
             self._aside, self._spent = None, self._aside
-        self.generation += 1
-        self.state = GradState.FINAL
-
-    def _reduce_deferred(self, scale: GradScale) -> None:
-        target = self._plan.finalized_grad()
-        if self._facts.comm_dtype == self.buffer.dtype:
-            self.buffer.reduce_to(target, scale)
-            return
-        data = self._pool.scratch(self.buffer.data.numel(), self._facts.comm_dtype, self._facts.device)
-        data.copy_(self.buffer.data)
-        wire = FlatBuffer(self.buffer.layout, self.buffer.axes, self.buffer.placement, data)
-        # Copied, never added: the source of this reduction is the buffer itself.
-        self.final.data.copy_(wire.reduce_to(target, scale).data)
 
     def discard(self) -> None:
         """Forgets the gradients of a backward that did not come to its end."""

@@ -142,15 +142,26 @@ class ParamGroup:
         """An `unshard` would communicate."""
         return not (self.is_unsharded and self._is_fresh)
 
+    @property
+    def is_fresh(self) -> bool:
+        """The resting weight holds what was installed last."""
+        return self._is_fresh
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Makes the resting weight hold what was installed last. **Collective** unless `is_fresh`."""
+        if self._is_fresh:
+            return
+        for weight in self._weights:
+            weight.gather_from(weight.part(self.plan.main_weight))
+        self._is_fresh = True
+
     @torch.no_grad()
     def unshard(self) -> None:
         """Makes the full weight readable through the parameters. **Collective** if `needs_gather`."""
         if not self.needs_gather:
             return
-        if not self._is_fresh:
-            for weight in self._weights:
-                weight.gather_from(weight.part(self.plan.main_weight))
-            self._is_fresh = True
+        self.refresh()
         if not self.is_unsharded:
             for full, weight in zip(self._full, self._weights, strict=True):
                 self._pool.acquire(full.data)
