@@ -86,6 +86,12 @@ class DdpConfig:
     fsdp_unit_modules: tuple[str, ...] | None = None
     """Import paths of the module classes that are gathered and released as units; default the transformer layers."""
 
+    suggested_communication_unit_size: int | None = None
+    """Most elements of weights gathered ahead, and of gradients being reduced, at a time; default one unit ahead."""
+
+    megatron_fsdp_enable_fine_grained_param_gather: bool = False
+    """Gather and reduce every module inside a unit by itself: less memory, more and smaller collectives."""
+
     fsdp_double_buffer: bool = False
     """Gather units into two fixed buffers in turn. Not supported here yet."""
 

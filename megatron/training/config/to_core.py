@@ -112,7 +112,8 @@ def to_ddp_config(config: RunConfig) -> Mapping[str, object]:
     """Fields of `megatron_fsdp.mcore.DistributedDataParallelConfig` for a checked `config`."""
     ddp = config.ddp
     same = ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy", "num_distributed_optimizer_instances",
-            "overlap_grad_reduce", "overlap_param_gather", "average_in_collective", "use_megatron_fsdp")  # fmt: skip
+            "overlap_grad_reduce", "overlap_param_gather", "average_in_collective", "use_megatron_fsdp",
+            "suggested_communication_unit_size", "megatron_fsdp_enable_fine_grained_param_gather")  # fmt: skip
     return {
         **{name: getattr(ddp, name) for name in same},
         "use_distributed_optimizer": ddp.use_megatron_fsdp,

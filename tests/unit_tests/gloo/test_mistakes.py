@@ -84,7 +84,6 @@ OPTIONS = [
     ({"fsdp_db_use_persist_buf_on_alloc_fail": True}, NotImplementedError, "persist_buf_on_alloc_fail=True is not"),
     ({"disable_symmetric_registration": True}, NotImplementedError, "disable_symmetric_registration=True is not"),
     ({"keep_fp8_transpose_cache": True}, NotImplementedError, "keep_fp8_transpose_cache=True is not"),
-    ({"enable_fine_grained_param_gather": True}, NotImplementedError, "fine_grained_param_gather_hook=True is not"),
     ({"cuda_graph_mode": True}, NotImplementedError, "cuda_graph_mode=True is not"),
     ({"maxpool_double_buffer": True}, NotImplementedError, "max_pool_double_buffer=True is not"),
     ({"init_model_with_meta_device": True, "zero_dp_strategy": 0}, ValueError, "choose a strategy that shards"),
@@ -278,17 +277,30 @@ def construct_directly(options: dict) -> None:
 
 CONSTRUCTIONS = [
     ({"nccl_ub": True}, "nccl_ub=True is not supported yet"),
-    ({"enable_fine_grained_param_gather_backward_hook": True}, "backward_hook=True is not supported yet"),
-    (
-        {"fine_grained_recurse_module_types": [nn.Linear]},
-        "fine_grained_recurse_module_types=.* is not supported yet",
-    ),
 ]
 
 
 def test_options_of_the_constructor_whose_feature_is_not_there(ranks2):
     calls = [((options,), NotImplementedError, message) for options, message in CONSTRUCTIONS]
     assert_each_raises(ranks2, [Mistake(construct_directly, *call) for call in calls])
+
+
+CONTRADICTIONS = [
+    (
+        {"fine_grained_recurse_module_types": [nn.Linear]},
+        ValueError,
+        "fine_grained_recurse_module_types needs enable_fine_grained_param_gather_hook=True",
+    ),
+    (
+        {"fine_grained_recurse_module_types": ["Linear"], "enable_fine_grained_param_gather_hook": True},
+        ImportError,
+        "give the full dotted path",
+    ),
+]
+
+
+def test_options_of_the_constructor_that_contradict_each_other(ranks2):
+    assert_each_raises(ranks2, [Mistake(construct_directly, (options,), *error) for options, *error in CONTRADICTIONS])
 
 
 def do_nothing() -> None:

@@ -74,6 +74,8 @@ def test_every_option_is_read_or_refused():
         "overlap_grad_reduce",
         "overlap_param_gather",
         "bucket_size",
+        "suggested_communication_unit_size",
+        "megatron_fsdp_enable_fine_grained_param_gather",
         "average_in_collective",
         "data_parallel_sharding_strategy",
         "gradient_reduce_div_fusion",

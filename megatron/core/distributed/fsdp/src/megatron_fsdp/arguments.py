@@ -25,10 +25,10 @@ _NOT_YET = {
     "fsdp_double_buffer": "only the resizing storage pool exists",
     "fsdp_db_use_persist_buf_on_alloc_fail": "only the resizing storage pool exists",
     "disable_symmetric_registration": "communication buffers are not registered with NCCL",
-    "enable_fine_grained_param_gather_hook": "weights are gathered unit by unit",
-    "enable_fine_grained_param_gather_backward_hook": "weights are gathered unit by unit",
-    "fine_grained_recurse_module_types": "weights are gathered unit by unit",
 }
+#: Either means both: what is gathered by itself in forward is gathered, and reduced, by itself in backward.
+_FINE_GRAINED = ("enable_fine_grained_param_gather_hook", "enable_fine_grained_param_gather_backward_hook")
+_RECURSE = "fine_grained_recurse_module_types"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +65,17 @@ def check_arguments(
         calculate_per_token_loss=options.get("calculate_per_token_loss", False),
         disable_bucketing=options.get("disable_bucketing", False),
         report_nan_in_param_grad=options.get("report_nan_in_param_grad", False),
+        is_fine_grained=any(options.get(option) for option in _FINE_GRAINED),
     )
+    inside = options.get(_RECURSE)
+    if inside is not None and not config.is_fine_grained:
+        raise ValueError(f"{_RECURSE} needs {_FINE_GRAINED[0]}=True.")
     plans = plan_and_check(
         module,
         resolve_unit_classes(options.get("fsdp_unit_modules")),
         tuple(options.get("root_params", ())),
         from_meta=options.get("init_model_with_meta_device", False),
         has_expert_mesh=has_expert_mesh,
+        fine_grained=resolve_unit_classes(inside or [nn.Module], _RECURSE) if config.is_fine_grained else (),
     )
     return CheckedArguments(config, plans)

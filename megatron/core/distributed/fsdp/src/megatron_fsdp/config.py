@@ -75,7 +75,11 @@ class DistributedDataParallelConfig:
     """Fuse the scaling of gradients into the reduction where the backend can."""
 
     suggested_communication_unit_size: int | None = None
-    """Cap in elements on what is prefetched or in flight at a time."""
+    """Cap in elements on the weights that are gathered ahead, and on the gradients whose reduction is on its way.
+
+    As many units as fit are prefetched, none if the next one alone does not; one reduction is always let through. None:
+    one unit ahead, two reductions.
+    """
 
     keep_fp8_transpose_cache: bool = False
     """Keep fp8 transposes between forward and backward."""
@@ -117,7 +121,7 @@ class DistributedDataParallelConfig:
     """Keep gradient tensors at fixed addresses for CUDA graphs."""
 
     megatron_fsdp_enable_fine_grained_param_gather: bool = False
-    """Gather module by module inside a unit."""
+    """Gather, and reduce, every module that owns parameters by itself, in place of its unit as a whole."""
 
     megatron_fsdp_max_pool_double_buffer: bool = False
     """Double buffer for units of different shapes."""
@@ -132,7 +136,6 @@ def default_config() -> DistributedDataParallelConfig:
 
 #: Options that are understood but whose feature is not there: option -> (the value that means off, the reason).
 _NOT_YET: dict[str, tuple[object, str]] = {
-    "suggested_communication_unit_size": (None, "prefetch is one unit deep"),
     "fp8_param_gather": (False, "the TransformerEngine weight codec is missing"),
     "keep_fp8_transpose_cache": (False, "the TransformerEngine weight codec is missing"),
     "nccl_ub": (False, "communication buffers are not registered with NCCL"),
@@ -141,7 +144,6 @@ _NOT_YET: dict[str, tuple[object, str]] = {
     "disable_symmetric_registration": (False, "communication buffers are not registered with NCCL"),
     "fsdp_manual_registration": (False, "communication buffers are not registered with NCCL"),
     "megatron_fsdp_cuda_graph_mode": (False, "gradients are attached anew in every step"),
-    "megatron_fsdp_enable_fine_grained_param_gather": (False, "weights are gathered unit by unit"),
     "megatron_fsdp_max_pool_double_buffer": (False, "only the resizing storage pool exists"),
 }
 
@@ -200,8 +202,14 @@ class EngineConfig:
     """Unreduced gradients are looked at too, to say whose they were."""
     prefetch_depth: int = 1
     """Units gathered ahead of the one that computes."""
+    prefetch_numel: int | None = None
+    """Elements gathered ahead; replaces `prefetch_depth`."""
     reductions_in_flight: int = 2
     """Unreduced gradient buffers alive at a time."""
+    reduction_numel: int | None = None
+    """Elements of those buffers; replaces `reductions_in_flight`, but one buffer is always allowed."""
+    is_fine_grained: bool = False
+    """Modules inside units that own parameters are units."""
 
     @property
     def strategy_label(self) -> str:
@@ -216,6 +224,7 @@ def resolve(
     calculate_per_token_loss: bool = False,
     disable_bucketing: bool = False,
     report_nan_in_param_grad: bool = False,
+    is_fine_grained: bool = False,
 ) -> EngineConfig:
     """`config` and `precision` as one frozen value.
 
@@ -234,8 +243,10 @@ def resolve(
             f"outer_dp_sharding_strategy={outer!r} needs zero_dp_strategy='optim_grads_params' (3), got {inner!r}: "
             "sharding the optimizer outside an inner axis that keeps more than shards leaves no contiguous piece."
         )
-    if config.bucket_size is not None and config.bucket_size <= 0:
-        raise ValueError(f"bucket_size is {config.bucket_size}; expected a positive number of elements, or None")
+    for name in ("bucket_size", "suggested_communication_unit_size"):
+        numel = getattr(config, name)
+        if numel is not None and not (isinstance(numel, int) and numel > 0):
+            raise ValueError(f"{name} is {numel!r}; expected a positive number of elements, or None")
     row = RESTING[inner]
     return EngineConfig(
         inner_strategy=inner,
@@ -251,4 +262,7 @@ def resolve(
         bucket_numel=None if disable_bucketing else config.bucket_size,
         checks_grads=config.check_for_nan_in_grad or report_nan_in_param_grad,
         blames_ranks=report_nan_in_param_grad,
+        prefetch_numel=config.suggested_communication_unit_size,
+        reduction_numel=config.suggested_communication_unit_size,
+        is_fine_grained=is_fine_grained or config.megatron_fsdp_enable_fine_grained_param_gather,
     )

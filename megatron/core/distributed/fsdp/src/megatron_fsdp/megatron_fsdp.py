@@ -61,6 +61,9 @@ class MegatronFSDP(nn.Module):
         report_nan_in_param_grad: `finish_grad_sync` raises on every rank when a gradient is not finite, and names the
             parameter, its unit and the ranks whose own gradient it was. `ddp_config.check_for_nan_in_grad` names the
             parameter only. See `NanReport` for the cost of both.
+        enable_fine_grained_param_gather_hook, enable_fine_grained_param_gather_backward_hook: gather and reduce every
+            module inside a unit that owns parameters by itself: less memory, more and smaller collectives.
+        fine_grained_recurse_module_types: classes of the modules that are cut up so; None: all.
         root_params: parameters that are read outside the forward of the module that owns them (a tied output layer
             that reads the embedding's weight); they stay gathered while the model computes.
 

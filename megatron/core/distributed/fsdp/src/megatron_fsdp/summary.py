@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
+
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.plan.strategy import NO_SHARD
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Unit
+from megatron_fsdp.state.param_group import ParamGroup
 
 _MIB = 2**20
 
@@ -20,9 +25,13 @@ def build_summary(schedule: Schedule, config: EngineConfig) -> str:
     units = [unit for unit in schedule.units if not unit.is_root]
     gathered = sorted((sum(group.gathered_nbytes for group in unit.groups) for unit in units), reverse=True)
     root = sum(group.gathered_nbytes for group in schedule.root.groups)
-    weights = root + sum(gathered[: 1 + config.prefetch_depth])
+    weights = root + sum(gathered[:1]) + _ahead_nbytes(config, groups, gathered[1:])
     staged = sorted((_staged_nbytes(unit) for unit in schedule.units), reverse=True)
     grads = sum(staged[: config.reductions_in_flight])
+    if config.reduction_numel is not None:
+        grads = min(
+            sum(staged), max(staged[0], _nbytes(config.reduction_numel, [group.facts.comm_dtype for group in groups]))
+        )
     head = (
         f"megatron_fsdp: {config.strategy_label}, {used:,} parameters in {len(schedule.units)} units and "
         f"{len(groups)} groups, {padding / max(used, 1):.2%} padding; "
@@ -32,6 +41,20 @@ def build_summary(schedule: Schedule, config: EngineConfig) -> str:
     )
     columns = ("unit", "groups", "parameters", "padding", "MiB persistent", "MiB gathered", "tags")
     return "\n".join([head, _line(columns), *(_line(row) for row in _folded(rows))])
+
+
+def _ahead_nbytes(config: EngineConfig, groups: list[ParamGroup], gathered: list[int]) -> int:
+    """The most that is gathered ahead of the unit that computes; `gathered` are the other units' bytes, falling."""
+    if not config.overlap_param_gather:
+        return 0
+    if config.prefetch_numel is None:
+        return sum(gathered[: config.prefetch_depth])
+    return min(sum(gathered), _nbytes(config.prefetch_numel, [group.model_weight_buffer.dtype for group in groups]))
+
+
+def _nbytes(numel: int, dtypes: Iterable[torch.dtype]) -> int:
+    """Bytes of `numel` elements of the largest dtype."""
+    return numel * max(dtype.itemsize for dtype in dtypes)
 
 
 def _staged_nbytes(unit: Unit) -> int:

@@ -42,6 +42,7 @@ def plan_and_check(
     *,
     from_meta: bool = False,
     has_expert_mesh: bool = False,
+    fine_grained: tuple[type, ...] = (),
 ) -> list[UnitPlan]:
     """Units and their parameters. Raises every mistake that the model's shape shows, before anything is communicated.
 
@@ -49,7 +50,7 @@ def plan_and_check(
         ValueError: see `plan_units` and `check_resettable`; a meta tensor without meta initialisation; expert
             parameters without an expert mesh; a parameter that no codec handles.
     """
-    plans = plan_units(module, unit_classes, root_params)
+    plans = plan_units(module, unit_classes, root_params, fine_grained)
     for name, child in module.named_modules():
         if getattr(child, "max_norm", None) is not None and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             raise NotImplementedError(

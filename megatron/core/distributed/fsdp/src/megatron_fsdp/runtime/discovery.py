@@ -27,43 +27,47 @@ class UnitPlan:
     is_root: bool
 
 
-def resolve_unit_classes(unit_modules: Sequence[type | str] | None) -> tuple[type, ...]:
-    """Unit classes, with import paths resolved.
+def resolve_unit_classes(
+    unit_modules: Sequence[type | str] | None, option: str = "fsdp_unit_modules"
+) -> tuple[type, ...]:
+    """The module classes that `option` lists, with import paths resolved.
 
     Raises:
         ImportError: a path does not lead to anything.
         TypeError: an entry is neither a module class nor a path to one.
     """
     if isinstance(unit_modules, (str, type)):
-        raise TypeError(f"fsdp_unit_modules is {unit_modules!r}; expected a list of such, even if it holds only one.")
+        raise TypeError(f"{option} is {unit_modules!r}; expected a list of such, even if it holds only one.")
     classes = []
     for entry in unit_modules or ():
-        found = _import(entry) if isinstance(entry, str) else entry
+        found = _import(entry, option) if isinstance(entry, str) else entry
         if not (isinstance(found, type) and issubclass(found, nn.Module)):
-            raise TypeError(
-                f"fsdp_unit_modules holds {entry!r}; expected torch.nn.Module classes or import paths of such."
-            )
+            raise TypeError(f"{option} holds {entry!r}; expected torch.nn.Module classes or import paths of such.")
         classes.append(found)
     return tuple(classes)
 
 
-def _import(path: str) -> object:
+def _import(path: str, option: str) -> object:
     try:
         return pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ImportError(
-            f"fsdp_unit_modules holds {path!r}, which cannot be imported ({error}); "
+            f"{option} holds {path!r}, which cannot be imported ({error}); "
             "give the full dotted path of a module class, or the class itself."
         ) from error
 
 
 def plan_units(
-    root: nn.Module, classes: tuple[type, ...], root_params: Collection[nn.Parameter] = ()
+    root: nn.Module,
+    classes: tuple[type, ...],
+    root_params: Collection[nn.Parameter] = (),
+    fine_grained: tuple[type, ...] = (),
 ) -> list[UnitPlan]:
     """Units in the order of `root.modules()`, the root first; every parameter belongs to exactly one.
 
     A parameter belongs to the innermost unit that contains every module that holds it, so a tied one moves up to
-    the common ancestor. `root_params` are read outside their owner's forward and belong to the root.
+    the common ancestor. `root_params` are read outside their owner's forward and belong to the root. Inside a unit,
+    instances of `fine_grained` are cut up: each of their modules that owns parameters is a unit of its own.
 
     Raises:
         ValueError: `classes` match no module of `root`.
@@ -78,6 +82,7 @@ def plan_units(
     unit_modules = [module for module in unit_modules if not all(map(is_no_shard, module.parameters()))]
     if classes:
         unit_modules += _large_leftovers(root, unit_modules, {id(param) for param in root_params})
+    unit_modules += _param_owners(unit_modules if classes else [root], fine_grained)
     chosen = {root, *unit_modules}
     plans = {module: UnitPlan(names[module], module, [], module is root) for module in names if module in chosen}
     for param in _managed_params(root):
@@ -86,18 +91,33 @@ def plan_units(
     return [plan for plan in plans.values() if plan.params or plan.is_root]
 
 
+def _param_owners(units: list[nn.Module], classes: tuple[type, ...]) -> list[nn.Module]:
+    """Modules below instances of `classes` in `units`, these included, that directly own a parameter to be gathered."""
+    cut = [part for unit in units for part in unit.modules() if isinstance(part, classes)]
+    owners = dict.fromkeys(module for part in cut for module in part.modules() if module not in units)
+    return [module for module in owners if _is_run(module) and not all(map(is_no_shard, _own_params(module)))]
+
+
+def _is_run(module: nn.Module) -> bool:
+    """`module` has a forward, so that hooks can say when it computes; containers of parameters have none."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _own_params(module: nn.Module) -> list[nn.Parameter]:
+    return [param for param in module._parameters.values() if param is not None]
+
+
 def _large_leftovers(root: nn.Module, units: list[nn.Module], excluded: set[int]) -> list[nn.Module]:
     """Modules outside `units` that directly own a large parameter which no other module shares."""
     inside = {module for unit in units for module in unit.modules()}
     holders: dict[int, int] = {}
     for module in root.modules():
-        for param in module._parameters.values():
-            if param is not None:
-                holders[id(param)] = holders.get(id(param), 0) + 1
+        for param in _own_params(module):
+            holders[id(param)] = holders.get(id(param), 0) + 1
     found = []
     for module in root.modules():
-        own = [param for param in module._parameters.values() if param is not None]
-        if all(map(is_no_shard, own)):
+        own = _own_params(module)
+        if all(map(is_no_shard, own)) or not _is_run(module):
             continue
         is_private = all(holders[id(param)] == 1 and id(param) not in excluded for param in own)
         is_large = sum(param.numel() for param in own) >= LARGE_LEFTOVER_NUMEL
