@@ -81,6 +81,7 @@ class Races(TorchDispatchMode):
         self.compute = self.current = FakeStream("compute")
         self.streams = [self.compute]
         self.found: list[str] = []
+        self._is_watching = True
         self._blocks: dict[int, Block] = {}
         self._starts: list[int] = []
         self._freed: dict[str, list[Block]] = collections.defaultdict(list)
@@ -141,7 +142,17 @@ class Races(TorchDispatchMode):
         (block.writes if writes else block.reads)[self.current.name] = self.current.tick()
         block.label = block.label or f"{tensor.numel()} x {tensor.dtype} of {what}"
 
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        self._is_watching = False
+        try:
+            yield
+        finally:
+            self._is_watching = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if not self._is_watching:
+            return func(*args, **(kwargs or {}))
         name = func.name().partition("::")[2]
         if func.namespace == "c10d":
             tensors = [arg for arg in args if isinstance(arg, (torch.Tensor, list, tuple))]
@@ -185,7 +196,11 @@ def races_watched() -> Iterator[Races]:
     from megatron_fsdp.machine.device import Device
 
     races = Races()
-    acquire, release = ResizePool.acquire, ResizePool.release
+    reserve, acquire, release = ResizePool.reserve, ResizePool.acquire, ResizePool.release
+
+    def watched_reserve(pool: ResizePool, *args: Any) -> torch.Tensor:
+        with races.unwatched():  # what it allocates is gone again before anything uses it
+            return reserve(pool, *args)
 
     def watched_acquire(pool: ResizePool, tensor: torch.Tensor) -> None:
         acquire(pool, tensor)
@@ -202,6 +217,7 @@ def races_watched() -> Iterator[Races]:
             (Device, "current_stream", lambda device: races.current),
             (Device, "use", lambda device, stream: races.use(stream)),
             (Device, "record_event", lambda device: FakeEvent(races)),
+            (ResizePool, "reserve", watched_reserve),
             (ResizePool, "acquire", watched_acquire),
             (ResizePool, "release", watched_release),
         ):
