@@ -6,12 +6,13 @@ import weakref
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Placement as TensorPlacement
 
-from megatron_fsdp.dtensor_chunks import attach_chunk_metadata
+from megatron_fsdp.dtensor_chunks import Box, attach_boxes
 from megatron_fsdp.dtensor_gather import gather_rows
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.machine.torch_compat import strided_shard
@@ -20,24 +21,33 @@ from megatron_fsdp.runtime.unit import ManagedParam
 from megatron_fsdp.state.flat_buffer import FlatBuffer, piece_bounds
 from megatron_fsdp.state.param_group import ParamGroup
 from megatron_fsdp.state.param_tags import copy_tags
+from megatron_fsdp.state.tensor_parallel import Stretch, TensorCut, tensor_cut
 
 
 class ShardSpec:
-    """How one parameter, its gradient and its optimizer state lie over the data-parallel mesh."""
+    """How one parameter, its gradient and its optimizer state lie over the data- and tensor-parallel mesh.
 
-    def __init__(self, group: ParamGroup, slot: int, mesh: DeviceMesh):
+    Tensor-parallel ranks cut first: each holds an even part of the parameter, whose rows the data-parallel axes then
+    cut, unevenly. The global shape is that of the whole parameter.
+    """
+
+    def __init__(self, group: ParamGroup, slot: int, index: FSDPDistributedIndex):
         # Weak: tensors carry this object, and a tensor must not keep its group's buffers alive.
         self._group = weakref.ref(group)
         self._layout = group.layout
         self._axes = group.facts.axes
         self._placement = group.plan.main_weight
         self.slot = slot
-        self.mesh = mesh
-        self.shape = torch.Size(group.layout.slots[slot].shape)
-        self.placements = _placements(self._placement[-mesh.ndim :], self._axes[1].size)
+        is_expert = group.facts.is_expert
+        self.mesh, dp_ndim, tp_group = _mesh_of(index, is_expert)
+        self.cut_over_tp = tensor_cut(group.params[slot], tp_group)
+        self._part_shape = torch.Size(group.layout.slots[slot].shape)
+        """Of what this tensor-parallel rank has."""
+        self.shape = self.cut_over_tp.whole_shape(self._part_shape)
+        self.placements = _placements(self._placement[-dp_ndim:], self._axes[1].size, self.cut_over_tp)
         rows = group.main_weight_buffer.rows(slot)
         self.first_row, self.row_count = rows.first, rows.count
-        self.local_shape = (rows.count, *self.shape[1:]) if self.shape else self.shape
+        self.local_shape = (rows.count, *self._part_shape[1:]) if self.shape else self.shape
         self.taken_name: str | None = None
         """This parameter's name, where it is that of another parameter on other ranks."""
 
@@ -47,11 +57,11 @@ class ShardSpec:
     @property
     def is_sharded(self) -> bool:
         """The tensor is split over ranks."""
-        return Placement.SHARD in self._placement
+        return Placement.SHARD in self._placement or self.cut_over_tp.is_cut
 
     @property
     def flat_slice(self) -> slice:
-        """This rank's elements of the flattened parameter."""
+        """This rank's elements of the flattened parameter (of its tensor-parallel part)."""
         row = self._layout.slots[self.slot].row
         return slice(self.first_row * row, (self.first_row + self.row_count) * row)
 
@@ -67,9 +77,22 @@ class ShardSpec:
         dtensor.full_tensor = _FullTensor(self, weakref.ref(dtensor))
         dtensor.redistribute = _Redistribute(self, weakref.ref(dtensor))
         if for_checkpoint:
-            offsets = (self.first_row, *(0 for _ in self.shape[1:])) if self.shape else ()
-            attach_chunk_metadata(dtensor, offsets, self.local_shape, self.taken_name)
+            attach_boxes(dtensor, self._boxes(), self.taken_name)
         return dtensor
+
+    def _boxes(self) -> list[Box]:
+        """Where this rank's elements lie in the global tensor."""
+        starts = [0] * len(self.shape)
+        if self.shape:
+            starts[0] = self.first_row
+        cut = self.cut_over_tp
+        whole = Box((0,) * len(starts), tuple(starts), tuple(self.local_shape))
+        if not cut.is_cut:
+            return [whole]
+        low, length = starts[cut.dim], self._part_shape[cut.dim]
+        found = list(cut.stretches(low, low + self.local_shape[cut.dim], length))
+        found = found or [Stretch(0, cut.rank * length + low, 0)]
+        return [whole.along(cut.dim, *stretch) for stretch in found]
 
     def fits(self, tensor: object) -> bool:
         """True if `tensor` is a DTensor that lies like this parameter."""
@@ -99,13 +122,18 @@ class ShardSpec:
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a full tensor."""
-        return full[self.first_row : self.first_row + self.row_count] if self.shape else full
+        part = self.cut_over_tp.take(full)
+        return part[self.first_row : self.first_row + self.row_count] if self.shape else part
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """The full tensor from every rank's rows. **Collective** over the axes that shard."""
         for axis, place in zip(self._axes, self._placement, strict=True):  # towards REPLICATE, outer first
             if place is Placement.SHARD and axis.size > 1:
                 local = gather_rows(local, self._rows_along(axis), axis.group)
+        cut = self.cut_over_tp
+        if cut.is_cut:
+            part = local.movedim(cut.dim, 0).contiguous()
+            local = cut.join(gather_rows(part, [part.shape[0]] * cut.size, cut.group))
         return local
 
     def _rows_along(self, axis) -> list[int]:
@@ -135,11 +163,36 @@ def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(piece, 0, view.shape, view.stride())
 
 
-def _placements(pairs: Sequence[Placement], inner_size: int) -> tuple[TensorPlacement, ...]:
-    """torch's placements. Shards are inner-major, so an outer axis that shards cuts what the inner one has cut."""
-    if len(pairs) == 2 and pairs[0] is Placement.SHARD:
-        return strided_shard(0, inner_size), Shard(0)
-    return tuple(Shard(0) if place is Placement.SHARD else Replicate() for place in pairs)
+def _mesh_of(index: FSDPDistributedIndex, is_expert: bool) -> tuple[DeviceMesh, int, dist.ProcessGroup | None]:
+    """The mesh of a parameter's DTensor, how many of its axes are data-parallel, and the tensor-parallel ranks.
+
+    One tensor-parallel rank is no axis.
+    """
+    mesh, tp_group = index.dp_mesh(is_expert), tensor_parallel_group(index, is_expert)
+    if tp_group is None:
+        return mesh, mesh.ndim, None
+    dims = (index.dp_outer_dim, index.dp_shard_dim, index.tp_dim)[-mesh.ndim - 1 :]
+    return index.get_submesh(dims, is_expert), mesh.ndim, tp_group
+
+
+def tensor_parallel_group(index: FSDPDistributedIndex, is_expert: bool = False) -> dist.ProcessGroup | None:
+    """The tensor-parallel ranks, if there are several."""
+    mesh = index.get_submesh(index.tp_dim, is_expert) if index.tp_dim is not None else None
+    return mesh.get_group() if mesh is not None and mesh.size() > 1 else None
+
+
+def _placements(pairs: Sequence[Placement], inner_size: int, cut: TensorCut) -> tuple[TensorPlacement, ...]:
+    """torch's placements, from the right: each axis that cuts rows cuts what axes to its right have cut."""
+    tp = () if cut.group is None else (Replicate() if cut.dim is None else Shard(cut.dim),)
+    pieces = cut.size if cut.is_cut and cut.dim == 0 else 1
+    found: list[TensorPlacement] = []
+    for place, size in zip(reversed(pairs), (inner_size, 1), strict=False):
+        if place is Placement.SHARD:
+            found.insert(0, strided_shard(0, pieces) if pieces > 1 else Shard(0))
+            pieces *= size
+        else:
+            found.insert(0, Replicate())
+    return *found, *tp
 
 
 def _moved(axis, rank: int):
@@ -162,7 +215,7 @@ class _FullTensor(_Override):
     """`full_tensor`."""
 
     def __call__(self, *, grad_placements: object = None) -> torch.Tensor:
-        """The full tensor on every rank. **Collective** over the data-parallel mesh; not differentiable."""
+        """The full tensor on every rank. **Collective** over the tensor's mesh; not differentiable."""
         if grad_placements is not None:
             raise NotImplementedError("full_tensor of a shard is not differentiable; leave grad_placements out.")
         with torch.no_grad():
@@ -180,7 +233,7 @@ class _Redistribute(_Override):
         *,
         async_op: bool = False,
     ) -> DTensor:
-        """A replicated copy, finished when this returns. **Collective** over the data-parallel mesh.
+        """A replicated copy, finished when this returns. **Collective** over the tensor's mesh.
 
         Raises:
             NotImplementedError: other placements, or another mesh.
@@ -203,7 +256,7 @@ class _Detached:
 
 def make_sharded_param(param: ManagedParam, group: ParamGroup, slot: int, index: FSDPDistributedIndex) -> nn.Parameter:
     """The Parameter that users and optimizers hold: a DTensor over this rank's rows of the main weight."""
-    spec = ShardSpec(group, slot, index.dp_mesh(group.facts.is_expert))
+    spec = ShardSpec(group, slot, index)
     if group.facts.is_expert and not index.holds_first_experts:
         spec.taken_name = param.fqn
     sharded = nn.Parameter(spec.wrap(group.main_weight_buffer.view(slot)), requires_grad=param.raw.requires_grad)

@@ -12,13 +12,16 @@ chunk. How DCP asks (torch 2.11 to 2.13: `checkpoint/planner_helpers.py`, `check
   with the saved boxes. A box without elements costs an empty read at most.
 - both find the memory with `obj.__get_tensor_shard__(index)`, which for a plain `_local_tensor` is `to_local()`: one
   chunk per rank needs no attribute for that.
+- the parts of a gated layer's weight on a tensor-parallel rank, [gate_r; up_r], lie apart in [gate; up]: such a shard
+  is several boxes. Its DTensor has a `__get_tensor_shard__` of its own, which finds the one that is asked for.
 - asynchronous saving copies tensors with their attributes, and in process mode pickles them. Pickling keeps a DTensor's
   attributes but drops those of the plain tensor inside; so both carry the chunk, and it is a picklable object.
 - `detach()`, `.data`, `nn.Parameter(...)` and arithmetic make new tensors *without* the attributes. So a chunk is
   attached to the tensors that stand in the state dict, when it is made.
 """
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +35,7 @@ from .machine.torch_compat import local_tensor, sharded_dim, split_factor
 
 CREATE_CHUNK_LIST = "__create_chunk_list__"
 CREATE_WRITE_ITEMS = "__create_write_items__"
+GET_TENSOR_SHARD = "__get_tensor_shard__"
 
 
 class Cut(NamedTuple):
@@ -39,6 +43,21 @@ class Cut(NamedTuple):
 
     dim: int
     axes: tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """A part of a local tensor that is also a box of the global one."""
+
+    local: tuple[int, ...]
+    """Where it begins in the local tensor."""
+    offsets: tuple[int, ...]
+    """Where it begins in the global one."""
+    sizes: tuple[int, ...]
+
+    def along(self, dim: int, local: int, offset: int, size: int) -> "Box":
+        """The same but in one dim."""
+        values = zip(self, (local, offset, size), strict=True)
+        return Box(*((*old[:dim], new, *old[dim + 1 :]) for old, new in values))
 
 
 @dataclass(frozen=True)
@@ -86,6 +105,64 @@ class AttachedChunk:
         return self
 
 
+@dataclass(frozen=True)
+class _AttachedBoxes:
+    """Several boxes of one rank, in the form in which DCP asks for them."""
+
+    boxes: tuple[Box, ...]
+    chunks: tuple[AttachedChunk, ...]
+    owner: Callable[[], DTensor | None]
+    """Weak; a copy of the tensor has memory of its own, which this would not find."""
+
+    def create_chunk_list(self) -> list[ChunkStorageMetadata]:
+        """What DCP fills on load."""
+        return [chunk.metadata for chunk in self.chunks]
+
+    def create_write_items(self, fqn: str, dtensor: DTensor) -> list[WriteItem]:
+        """What DCP writes on save."""
+        return [item for chunk in self.chunks for item in chunk.create_write_items(fqn, dtensor)]
+
+    def get_tensor_shard(self, index: MetadataIndex) -> torch.Tensor:
+        """The memory of one box. RuntimeError on a copy of the tensor that this was attached to."""
+        owner = self.owner()
+        if owner is None:
+            raise RuntimeError(
+                f"{index.fqn} is several pieces of its global tensor (partition_stride above 1), and this is a copy, "
+                "which has lost its place in checkpoints; save the model's own state dict, synchronously."
+            )
+        local = local_tensor(owner).detach()
+        for box in self.boxes:
+            if index.offset is None or tuple(index.offset) == box.offsets:
+                return local[tuple(slice(at, at + size) for at, size in zip(box.local, box.sizes, strict=True))]
+        raise ValueError(
+            f"{index} is none of this rank's pieces, which begin at {[box.offsets for box in self.boxes]}."
+        )
+
+    def __reduce__(self) -> tuple:
+        return _AttachedBoxes, (self.boxes, self.chunks, _nobody)
+
+    def __deepcopy__(self, memo: dict) -> "_AttachedBoxes":
+        return _AttachedBoxes(self.boxes, self.chunks, _nobody)
+
+
+def _nobody() -> None:
+    return None
+
+
+def attach_boxes(dtensor: DTensor, boxes: Sequence[Box], taken_name: str | None = None) -> None:
+    """`attach_chunk_metadata` for a local tensor that is any number of boxes. No communication; raises like it."""
+    if len(boxes) == 1:
+        attach_chunk_metadata(dtensor, boxes[0].offsets, boxes[0].sizes, taken_name)
+        return
+    roles = _roles(dtensor)
+    chunks = tuple(AttachedChunk(box.offsets, box.sizes, *roles, taken_name) for box in boxes)
+    attached = _AttachedBoxes(tuple(boxes), chunks, weakref.ref(dtensor))
+    for owner in (local_tensor(dtensor), dtensor):
+        setattr(owner, CREATE_CHUNK_LIST, attached.create_chunk_list)
+        setattr(owner, CREATE_WRITE_ITEMS, attached.create_write_items)
+        setattr(owner, GET_TENSOR_SHARD, attached.get_tensor_shard)
+
+
 def attach_chunk_metadata(
     dtensor: DTensor, offsets: Sequence[int], sizes: Sequence[int], taken_name: str | None = None
 ) -> None:
@@ -102,13 +179,17 @@ def attach_chunk_metadata(
         raise ValueError(f"Expected the sizes of a chunk to be its local shape {tuple(local.shape)}; got {sizes}.")
     if not is_inside(offsets, sizes, tuple(dtensor.shape)):
         raise ValueError(f"The chunk at {offsets} of sizes {sizes} is outside the global shape {tuple(dtensor.shape)}.")
-    cut_axes = {axis for cut in cuts_of(dtensor) for axis in cut.axes}
-    coordinate = dtensor.device_mesh.get_coordinate() or ()
-    is_writer = all(axis in cut_axes or at == 0 for axis, at in enumerate(coordinate))
-    chunk = AttachedChunk(offsets, sizes, is_writer, is_first=not any(coordinate), taken_name=taken_name)
+    chunk = AttachedChunk(offsets, sizes, *_roles(dtensor), taken_name)
     for owner in (local, dtensor):
         setattr(owner, CREATE_CHUNK_LIST, chunk.create_chunk_list)
         setattr(owner, CREATE_WRITE_ITEMS, chunk.create_write_items)
+
+
+def _roles(dtensor: DTensor) -> tuple[bool, bool]:
+    """Whether this rank writes its replicas' box, and whether it is the first of all ranks."""
+    cut_axes = {axis for cut in cuts_of(dtensor) for axis in cut.axes}
+    coordinate = dtensor.device_mesh.get_coordinate() or ()
+    return all(axis in cut_axes or at == 0 for axis, at in enumerate(coordinate)), not any(coordinate)
 
 
 def attached_chunk(dtensor: DTensor) -> ChunkStorageMetadata | None:

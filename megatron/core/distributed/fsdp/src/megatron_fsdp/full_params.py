@@ -16,6 +16,7 @@ from megatron_fsdp.runtime.unit import ManagedParam
 from megatron_fsdp.state.flat_buffer import FlatBuffer
 from megatron_fsdp.state.param_group import ParamGroup
 from megatron_fsdp.state.param_tags import copy_tags
+from megatron_fsdp.state.tensor_parallel import in_form_of, local_part
 
 
 class _Shown(NamedTuple):
@@ -65,7 +66,7 @@ def _show(group: ParamGroup, by_raw: dict[int, ManagedParam]) -> list[_Shown]:
     shown = []
     for slot, raw in enumerate(group.params):
         param = by_raw[id(raw)]
-        whole = nn.Parameter(full.view(slot), requires_grad=raw.requires_grad)
+        whole = nn.Parameter(in_form_of(raw, full.view(slot)), requires_grad=raw.requires_grad)
         copy_tags(raw, whole)
         whole._megatron_fsdp_owner = param.sharded._megatron_fsdp_owner
         for place in param.places:
@@ -93,4 +94,5 @@ def _write_back(shown: list[_Shown]) -> None:
                 f"{tuple(param.raw.shape)} of {rows.dtype}; keep its shape and dtype. Nothing has been written back."
             )
     for _, whole, rows, first in shown:
-        rows.copy_(whole[first : first + len(rows)] if whole.dim() else whole)
+        part = local_part(whole)
+        rows.copy_(part[first : first + len(rows)] if part.dim() else part)

@@ -16,24 +16,33 @@ from megatron_fsdp.state.param_group import ParamGroup
 
 @torch.no_grad()
 def clip_grad_norm(
-    buffer: ParamAndGradBuffer, dp_group: dist.ProcessGroup, max_norm: float, norm_type: float = 2.0
+    buffer: ParamAndGradBuffer,
+    dp_group: dist.ProcessGroup,
+    max_norm: float,
+    norm_type: float = 2.0,
+    tp_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Scales all gradients so that their common norm is at most `max_norm`; returns the norm before. **Collective**.
 
     One reduction of a scalar over `dp_group`, the dense data-parallel ranks, and none if every rank has everything.
     These ranks hold every element of every gradient, those of all experts included: expert-parallel ranks are dense
-    data-parallel ones. Of copies, on an axis that replicates, the first rank's counts.
+    data-parallel ones. Of copies, on an axis that replicates, the first rank's counts. Tensor-parallel ranks, if there
+    are several, have one more reduction over `tp_group`.
     """
-    trained = [(group, _grad(param.sharded)) for group, param in buffer.trained()]
+    trained = [(group, param.sharded) for group, param in buffer.trained()]
     # Of all groups, not of the gradients that this rank happens to hold: ranks must reduce one dtype.
     dtypes = [dtype for group, _ in trained for dtype in (group.facts.grad_dtype, group.facts.main_dtype)]
     dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
-    rows = [grad for _, grad in trained if grad is not None]
+    grads = [(group, sharded.megatron_fsdp_spec, _grad(sharded)) for group, sharded in trained]
+    grads = [(group, spec, grad) for group, spec, grad in grads if grad is not None]
+    rows = [grad for _, _, grad in grads]
     is_spread = any(not _is_everywhere(group, dp_group) for group, _ in trained)
-    counted = [grad for group, grad in trained if grad is not None and (not is_spread or _counts_here(group))]
+    counted = [
+        grad for group, spec, grad in grads if (not is_spread or _counts_here(group)) and spec.cut_over_tp.counts_here
+    ]
     total = _local(counted, norm_type, dtype, buffer.parameter_groups[0].facts.device)
-    if is_spread:
-        dist.all_reduce(total, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=dp_group)
+    for group in ([dp_group] if is_spread else []) + ([tp_group] if tp_group is not None else []):
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
     norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
     if rows:
         foreach_mul_(rows, torch.clamp(max_norm / (norm + 1e-6), max=1.0))

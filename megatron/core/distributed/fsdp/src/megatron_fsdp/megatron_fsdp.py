@@ -17,7 +17,7 @@ from torch import nn
 from megatron_fsdp.arguments import check_arguments
 from megatron_fsdp.checkpoint import StateDictHooks
 from megatron_fsdp.config import DEFAULT_POLICY, DistributedDataParallelConfig, MixedPrecisionPolicy, default_config
-from megatron_fsdp.dtensor import make_sharded_param
+from megatron_fsdp.dtensor import make_sharded_param, tensor_parallel_group
 from megatron_fsdp.full_params import full_params
 from megatron_fsdp.full_state_dict import check_is_whole, full_state_dict, whole_shards
 from megatron_fsdp.grad_norm import clip_grad_norm
@@ -34,6 +34,7 @@ from megatron_fsdp.runtime.hooks import install_hooks
 from megatron_fsdp.runtime.moment import check_idle, check_not_taken
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.summary import build_summary
+from megatron_fsdp.tensor_parallel_checks import check_replicas, check_tensor_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -100,15 +101,10 @@ class MegatronFSDP(nn.Module):
         root_params: Collection[nn.Parameter] = (),
     ):
         options = {name: value for name, value in locals().items() if name != "self"}
-        tp_size = dist_index.get_submesh(dist_index.tp_dim).size() if dist_index.tp_dim is not None else 1
-        if tp_size > 1:
-            raise NotImplementedError(
-                f"tp_dim={dist_index.tp_dim!r} has {tp_size} ranks; tensor-parallel parameters are not supported yet: "
-                "their state dict could not name both axes. Use a dimension of 1 rank."
-            )
         super().__init__()
         has_expert_mesh = dist_index.expt_fsdp_group is not None
         checked = check_arguments(module, ddp_config, mixed_precision_policy, options, has_expert_mesh=has_expert_mesh)
+        check_tensor_parallel([param for plan in checked.plans for param in plan.params], dist_index)
         self.ddp_config = ddp_config or default_config()
         self.mp_policy = checked.config.precision
         self.dist_index = dist_index
@@ -145,6 +141,7 @@ class MegatronFSDP(nn.Module):
                     raw.__fsdp_param__ = True
                     raw.grad = None  # what the unsharded model left, out of reach now, would be added to
             unit.show_sharded()
+        check_replicas({param.fqn: param.sharded for unit in units for param in unit.params})
         self.param_and_grad_buffer = ParamAndGradBuffer(
             self._schedule, use_decoupled_grad=self.config_resolved.use_decoupled_grad
         )
@@ -273,7 +270,9 @@ class MegatronFSDP(nn.Module):
         """
         if self.param_and_grad_buffer.has_open_grads:
             self.finish_grad_sync()
-        return clip_grad_norm(self.param_and_grad_buffer, self.dist_index.get_dp_group(), max_norm, norm_type)
+        index = self.dist_index
+        tp_group = tensor_parallel_group(index)
+        return clip_grad_norm(self.param_and_grad_buffer, index.get_dp_group(), max_norm, norm_type, tp_group)
 
     # -- weights --------------------------------------------------------------------------------------------------
 
@@ -297,6 +296,7 @@ class MegatronFSDP(nn.Module):
         Inside, `named_parameters()`, the modules' attributes and `state_dict()` show plain tensors of full shape that
         hold the main weights exactly (by default fp32; a frozen parameter in its own dtype). Each data-parallel rank
         holds the whole model in that dtype beside its shards. They are gathered group by group, replicated ones copied.
+        Of a tensor-parallel parameter it is this tensor-parallel rank's part, in a DTensor if it was one.
 
         On exit every rank copies its own rows of what it has into its main weight, and compute weights follow. So all
         ranks must write the same; what one rank writes into another one's rows is gone, and replicated parameters would

@@ -16,6 +16,7 @@ from megatron_fsdp.machine.torch_compat import foreach_norm
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.state.main_grad import GradState
 from megatron_fsdp.state.param_group import ParamGroup
+from megatron_fsdp.state.tensor_parallel import local_part
 
 #: Parameters that a message names; usually everything behind the first one is not finite either.
 _MOST_NAMED = 5
@@ -134,7 +135,7 @@ class NanReport:
 def _own_grad(group: ParamGroup, slot: int, param: torch.nn.Parameter) -> torch.Tensor | None:
     if getattr(param, "grad_added_to_main_grad", False):  # a fused kernel wrote it past autograd
         return group.main_grad.fused_view(slot)
-    return param.grad
+    return None if param.grad is None else local_part(param.grad)
 
 
 def _not_finite(tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:

@@ -15,7 +15,7 @@ class FSDPDistributedIndex:
         device_mesh: mesh of the dense parameters; must name every dimension given below.
         dp_shard_dim: dimension over which parameters are sharded (often the flattened data x context one).
         dp_outer_dim: outer data-parallel dimension; its presence turns hybrid sharding on.
-        tp_dim: tensor-parallel dimension.
+        tp_dim: tensor-parallel dimension. Its ranks have different parts of parameters, or copies, and one batch.
         hybrid_fsdp_group: all ranks of (outer, shard); required with `dp_outer_dim`.
         hybrid_fsdp_expt_group: the same for expert parameters.
         hsdp_outer_dp_shard: the outer axis shards the optimizer state.

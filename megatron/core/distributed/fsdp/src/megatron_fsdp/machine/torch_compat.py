@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -53,6 +54,11 @@ def storage_id(tensor: torch.Tensor) -> int:
 def local_tensor(dtensor: DTensor) -> torch.Tensor:
     """The local tensor object itself; `to_local()` gives an alias, and torch DCP reads attributes of the object."""
     return dtensor._local_tensor
+
+
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` when it is there: a DTensor may hold the promise of a collective's result (torch 2.1 to 2.13)."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def sharded_dim(placement: Placement) -> int | None:

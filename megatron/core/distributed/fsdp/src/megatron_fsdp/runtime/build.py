@@ -21,6 +21,7 @@ from megatron_fsdp.runtime.unit import Unit
 from megatron_fsdp.state.codec import codec_for
 from megatron_fsdp.state.param_group import GroupFacts, ParamGroup
 from megatron_fsdp.state.param_tags import is_no_shard
+from megatron_fsdp.state.tensor_parallel import local_part
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,7 @@ def _plan_groups(plan: UnitPlan, request: BuildRequest) -> tuple[GroupPlan, ...]
             is_expert=_is_expert(param.raw),
             is_replicated=is_no_shard(param.raw) or param.raw.dim() == 0,
         )
-        specs.append(ParamSpec(tuple(param.raw.shape), key, codec.atom_rows(param.raw)))
+        specs.append(ParamSpec(tuple(local_part(param.raw).shape), key, codec.atom_rows(param.raw)))
     shards = {is_expert: _shard_count(request, is_expert) for is_expert in {spec.key.is_expert for spec in specs}}
     return plan_groups(specs, shards, request.config.bucket_numel if plan.is_root else None)
 
@@ -204,7 +205,7 @@ def _agree_on_buffers(request: BuildRequest) -> None:
             # Expanded buffers show one element in several places, and cannot be written to.
             moved = buffer.to(request.device).contiguous()
             module._buffers[name] = moved
-            _broadcast(moved, request.index.get_dp_group(is_expert_parallel=module in experts))
+            _broadcast(local_part(moved), request.index.get_dp_group(is_expert_parallel=module in experts))
 
 
 def _modules_of_experts(root: nn.Module) -> set[nn.Module]:

@@ -54,6 +54,7 @@ class Reducer:
             unit: whose gradients are complete.
             finalizes: this is the last backward of its cycle, so deferred reductions start too.
         """
+        unit.align_grads()
         for group in unit.groups:
             if group.main_grad is None:
                 continue

@@ -9,10 +9,12 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.machine.device import Event
 from megatron_fsdp.machine.torch_compat import awaits_gradient, storage_id, version_of
 from megatron_fsdp.state.param_group import ParamGroup
+from megatron_fsdp.state.tensor_parallel import local_part
 
 
 class Phase(enum.Enum):
@@ -89,6 +91,7 @@ class Unit:
         self.is_root = is_root
         self.phase = Phase.RESTING
         self.trainable = [param.raw for param in params if param.raw.requires_grad]
+        self._tensor_parallel = [raw for raw in self.trainable if isinstance(raw, DTensor)]
         self.gather_event: Event | None = None
         self.refresh_event: Event | None = None
         self.gathered_numel = sum(group.layout.size for group in groups if group.plan.gathers_weights)
@@ -143,7 +146,8 @@ class Unit:
 
     def lends(self, outputs: Iterable[torch.Tensor]) -> bool:
         """Some of `outputs` are views of gathered weights, which others will read after the unit's forward."""
-        plain = (tensor for tensor in outputs if type(tensor) in (torch.Tensor, nn.Parameter))
+        local = map(local_part, outputs)
+        plain = (tensor for tensor in local if type(tensor) in (torch.Tensor, nn.Parameter))
         return any(storage_id(tensor) in self._storages for tensor in plain if tensor.layout is torch.strided)
 
     def enter(self, phase: Phase) -> None:
@@ -172,6 +176,17 @@ class Unit:
         for param in self.params:
             for place in param.places:
                 place.hold(getattr(param, form))
+
+    @torch.no_grad()
+    def align_grads(self) -> None:
+        """Makes gradients lie over tensor-parallel ranks as their parameters do. **Collective** over these ranks.
+
+        Autograd leaves the gradient of a replicated norm, say, as a sum still to be taken. Ranks come here alike: they
+        have one batch and run one program. They walk parameters, not groups, in one order.
+        """
+        for raw in self._tensor_parallel:
+            if raw.grad is not None and raw.grad.placements != raw.placements:
+                raw.grad = raw.grad.redistribute(placements=raw.placements)
 
     def awaits_grads(self) -> bool:
         """The backward that runs now will bring more gradients; False also for parameters that it does not reach."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.machine.torch_compat import foreach_copy_
+from megatron_fsdp.state.tensor_parallel import local_part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ class WeightCodec(Protocol):
         """Rows that must stay on one rank for this format."""
 
     def initial_main(self, param: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        """The full main weight to start from, shaped as the parameter."""
+        """The full main weight to start from, shaped as the parameter (a DTensor: as its local tensor)."""
 
     def bind(self, param: torch.nn.Parameter, views: tuple[torch.Tensor, ...]) -> None:
         """Makes `views` (full shape, one per plane) the parameter's storage from now on."""
@@ -68,11 +69,11 @@ class WeightCodec(Protocol):
 
 
 class PlainCodec:
-    """Weights stored in the parameter's own dtype: encoding is a cast."""
+    """Weights stored in the parameter's own dtype: encoding is a cast. Of a DTensor, its local tensor is stored."""
 
     def handles(self, param: torch.nn.Parameter) -> bool:
-        """Every parameter whose class is torch's own."""
-        return type(param.data) is torch.Tensor
+        """Every parameter whose class is torch's own, and DTensors of such."""
+        return type(local_part(param.data)) is torch.Tensor
 
     def planes(self, param: torch.nn.Parameter) -> tuple[Plane, ...]:
         """One plane in the parameter's dtype."""
@@ -88,13 +89,13 @@ class PlainCodec:
 
     def initial_main(self, param: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         """The parameter's values; cast when they are copied into the main weight."""
-        return param.data
+        return local_part(param.data)
 
     def bind(self, param: torch.nn.Parameter, views: tuple[torch.Tensor, ...]) -> None:
         """Points the parameter at the view."""
         # Through `.data`: a Parameter made of the view would share its version counter with the buffer, and autograd
         # would take the re-gather before backward for an in-place change of a saved tensor.
-        param.data = views[0]
+        local_part(param).data = views[0]
 
     def encode(self, shards: Sequence[Shard], groups: Sequence[dist.ProcessGroup]) -> None:
         """Casts; nothing to do where the main weight is the compute weight."""

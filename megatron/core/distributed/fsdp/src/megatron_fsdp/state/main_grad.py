@@ -16,6 +16,7 @@ from megatron_fsdp.machine.collectives import GradScale
 from megatron_fsdp.machine.torch_compat import foreach_add_, foreach_copy_, foreach_zero_
 from megatron_fsdp.plan.strategy import PARTIAL, AxisPair
 from megatron_fsdp.state.flat_buffer import FlatBuffer
+from megatron_fsdp.state.tensor_parallel import local_part
 
 if TYPE_CHECKING:
     from megatron_fsdp.state.param_group import GroupFacts
@@ -102,7 +103,7 @@ class MainGrad:
                 param.grad_added_to_main_grad = False
             elif grad is not None:
                 views.append(target.data[start:end].view(shape))
-                grads.append(grad)
+                grads.append(local_part(grad))
             elif not accumulate:
                 untouched.append(target.data[start:end])
         if accumulate and views:
