@@ -14,7 +14,7 @@ from tests.unit_tests.harness.parity import TASKS, Case
 from tests.unit_tests.harness.races import races_watched
 from tests.unit_tests.harness.rank_pool import RankPool
 from tests.unit_tests.harness.reference import DtypePolicy
-from tests.unit_tests.harness.sharded import Sharding, train_sharded
+from tests.unit_tests.harness.sharded import Sharding, build_sharded, train_sharded
 
 MIXED = DtypePolicy(compute=torch.bfloat16, main_grads=torch.float32, grad_comm=torch.bfloat16)
 WIDE = DtypePolicy(compute=torch.bfloat16, main_grads=torch.bfloat16, grad_comm=torch.float32)
@@ -56,6 +56,30 @@ def test_nothing_races_on_one_axis(ranks2: RankPool, task: str) -> None:
 def test_nothing_races_on_two_axes(ranks4: RankPool) -> None:
     cases = [case("integers", NARROW, *pair, **options) for pair in HYBRIDS for options in ({}, AUTO)]
     assert_nothing_races(ranks4, [*cases, *(case("integers", WIDE_INTEGERS, *pair) for pair in ((1, 0), (3, "optim")))])
+
+
+def job_delete(is_joined: bool) -> list[str]:
+    """The races of a model that goes with reductions on their way and the root's weights gathered."""
+    from megatron_fsdp.runtime import schedule
+
+    joins = contextlib.nullcontext() if is_joined else mock.patch.object(schedule, "_join", _nothing)
+    one = case("integers", NARROW, 3)
+    with races_watched() as races, joins:
+        model, optimizer = build_sharded(TASKS["integers"].build, one.recipe, one.sharding)
+        inputs, target = one.batches(dist.get_world_size())[0][0][dist.get_rank()]
+        one.recipe.loss_fn(model(inputs), target).backward()
+        loss = one.recipe.loss_fn(model(inputs), target)
+        del model, optimizer, loss
+        torch.zeros(8)
+        for stream in races.streams:
+            with races.use(stream):
+                torch.zeros(8)
+    return races.found
+
+
+def test_a_model_that_goes_leaves_no_memory_in_use(ranks2: RankPool) -> None:
+    assert ranks2.run(job_delete, True) == [[], []]
+    assert all(ranks2.run(job_delete, False))
 
 
 # ---- the watch itself: without any one of the engine's precautions it finds something ----

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.collectives import GradScale
@@ -37,6 +38,8 @@ class Schedule:
         self._reducer = Reducer(config, device, scales)
         self._gatherer = Gatherer(device)
         self._prefetch = Prefetch.of(config)
+        # Memory that goes when the model does must not be handed out again while another stream still uses it.
+        weakref.finalize(self, _join, device, (*self._reducer.streams, *self._gatherer.streams)).atexit = False
         self._order = Order([unit for unit in units if unit is not self.root], self.root)
         self._in_forward = False
         """The root's forward runs. Units may also be called outside it; then nothing is expected of the others."""
@@ -360,3 +363,12 @@ class Schedule:
             facts = [group.facts for unit in self.units for group in unit.groups]
             axes = min(facts, key=lambda fact: fact.is_expert).axes  # those of experts need not reach all ranks
             self._order = agree(self._order, ran, axes, self.device.torch_device)
+
+
+def _join(device: Device, streams: Sequence[object]) -> None:
+    """Makes the current stream and the others wait for each other."""
+    current = device.current_stream()
+    for stream in streams:
+        current.wait_stream(stream)
+    for stream in streams:
+        stream.wait_stream(current)
