@@ -20,7 +20,14 @@ from tests.unit_tests.harness.rank_pool import RankPool
 from tests.unit_tests.harness.sharded import Sharding, build_sharded, full_grads, train_step
 
 #: Ranks run different units, or different numbers of them.
-RANK_DEPENDENT = ["skipping", "skipping_reentrant", "skipping_non_reentrant", "choosy", "handing_through"]
+RANK_DEPENDENT = [
+    "skipping",
+    "skipping_reentrant",
+    "skipping_non_reentrant",
+    "choosy",
+    "handing_through",
+    "lending_skipped",
+]
 
 
 @pytest.mark.parametrize("task", [t for t in BUILDERS if t not in RANK_DEPENDENT and "reentrant" not in t])

@@ -313,6 +313,22 @@ class Lending(nn.Module):
         return (x + rows) @ whole + x @ both + part
 
 
+class LendingSkipped(Stack):
+    """Some ranks leave out a unit that lends its weights to whoever runs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(Table("rows") for _ in range(2))
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for number, table in enumerate(self.tables):
+            y = self.blocks[number](y)
+            if is_chosen(x, number):
+                y = y + table(len(x))
+        return self.blocks[2](y)
+
+
 def _recomputed(function: Any, x: torch.Tensor, recompute: Recompute | None) -> torch.Tensor:
     if recompute is None:
         return function(x)
@@ -334,6 +350,7 @@ BUILDERS: dict[str, tuple[Any, type]] = {
     "branches": (Branches, MLPBlock),
     "structured": (Structured, StructuredBlock),
     "lending": (Lending, Table),
+    "lending_skipped": (LendingSkipped, Table),
 }
 for _kind in ("reentrant", "non_reentrant"):
     BUILDERS |= {

@@ -80,7 +80,7 @@ class Gatherer:
 
     def gather(self, unit: Unit) -> None:
         """Starts the gather of `unit` unless it is readable or on its way. **Collective**."""
-        if not unit.needs_gather:
+        if not unit.needs_gather and not unit.owes_gather:
             return
         self.refresh(unit)
         self._see_install()
@@ -89,7 +89,8 @@ class Gatherer:
                 unit.refresh_event.wait()
                 unit.refresh_event = None
             for group in unit.groups:
-                group.unshard()
+                group.unshard(again=unit.owes_gather)
+            unit.owes_gather = False
             unit.gather_event = self._device.record_event()
 
     def make_readable(self, unit: Unit) -> None:

@@ -49,8 +49,10 @@ class Schedule:
         """Units of the order that this forward has left behind."""
         self._open: list[Unit] = []
         """Units whose forward runs, outermost first, the root not counted."""
-        self._lenders: dict[Unit, None] = {}
-        """Units that have returned views of their weights."""
+        self._lenders: dict[Unit, bool] = {}
+        """Units that have returned views of their weights to a forward whose backward may come; False: none does."""
+        self._awaited = 0
+        """Backwards that forwards since the last install may bring."""
         self._in_backward = False
         self._cursor = 0
         """Steps of the order's backward that are behind the unit whose turn it is."""
@@ -97,6 +99,9 @@ class Schedule:
         self._gatherer.follow()
         self._refresh_all()
         self._in_forward = True
+        if self._awaited <= 0:  # or else an earlier forward's backward still reads what it was lent
+            self._lenders.clear()
+            self._awaited = 0
         self._gathered = self._passed = 0
         self._open.clear()
         for unit in self.units:
@@ -136,15 +141,17 @@ class Schedule:
         if unit.is_root:
             self._end_forward()
             if awaits_backward:
+                self._awaited += 1
                 return
             for other in self.units:
                 other.enter(Phase.RESTING)
                 self._gatherer.release(other)
+            self._lenders = {lender: awaits for lender, awaits in self._lenders.items() if awaits}
             return
         if self._open and self._open[-1] is unit:
             self._open.pop()
         if lends and self._in_forward:
-            self._lenders[unit] = None
+            self._lenders[unit] = awaits_backward or self._lenders.get(unit, False)
         else:
             unit.enter(Phase.RESTING)
             self._gatherer.release(unit)
@@ -199,6 +206,7 @@ class Schedule:
             on_backward_end(self.finish_backward)
             for unit in self._lenders:  # others read their weights before their own turn comes
                 self._gatherer.make_readable(unit)
+                unit.owes_gather = True
 
     def pre_backward(self, unit: Unit) -> None:
         """The gradient of the unit's output is there. **Collective**."""
@@ -277,9 +285,11 @@ class Schedule:
 
     def _end_backward(self) -> None:
         self._in_backward = False
+        self._awaited -= 1
         for unit in self.units:
             self._end_unit(unit)
             unit.backwards = 0
+            unit.owes_gather = False
 
     def _abandon_backward(self) -> None:
         """Forgets a backward that was interrupted by an exception, and its gradients."""
@@ -320,6 +330,8 @@ class Schedule:
             for group in unit.groups:
                 group.install()
         self._gatherer.follow_install()
+        self._awaited = 0
+        self._lenders.clear()
         self.generation += 1
 
     def gather_ahead(self) -> None:

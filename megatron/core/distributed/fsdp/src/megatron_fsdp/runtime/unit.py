@@ -96,6 +96,8 @@ class Unit:
         self.refresh_event: Event | None = None
         self.gathered_numel = sum(group.layout.size for group in groups if group.plan.gathers_weights)
         """Elements of the weights that are there only while it computes, padding included."""
+        self.owes_gather = False
+        """Readable, but to be gathered in its turn all the same, for ranks on which it is not."""
         self._storages = {storage for group in groups for storage in group.gathered_storages}
         self.calls = 0
         """Forward calls inside the root's last forward."""

@@ -157,14 +157,19 @@ class ParamGroup:
         self._is_fresh = True
 
     @torch.no_grad()
-    def unshard(self) -> None:
-        """Makes the full weight readable through the parameters. **Collective** if `needs_gather`."""
-        if not self.needs_gather:
+    def unshard(self, *, again: bool = False) -> None:
+        """Makes the full weight readable through the parameters. **Collective** if `needs_gather` or `again`.
+
+        Args:
+            again: take part in a gather of what is readable here, because other ranks may need it.
+        """
+        if not self.needs_gather and not again:
             return
         self.refresh()
-        if not self.is_unsharded:
+        if not self.is_unsharded or (again and self.plan.gathers_weights):
             for full, weight in zip(self._full, self._weights, strict=True):
-                self._pool.acquire(full.data)
+                if not self.is_unsharded:
+                    self._pool.acquire(full.data)
                 full.gather_from(weight)
             self.is_unsharded = True
         self.facts.codec.after_gather(self.params)
