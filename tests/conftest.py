@@ -52,3 +52,11 @@ def mcore_ranks2() -> Iterator[RankPool]:
     pool = RankPool(2, setup=setup_mcore)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def mcore_ranks4() -> Iterator[RankPool]:
+    """Four ranks with megatron-core."""
+    pool = RankPool(4, setup=setup_mcore)
+    yield pool
+    pool.close()

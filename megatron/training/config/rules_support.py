@@ -29,7 +29,6 @@ NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
     "ddp.fp8_param_gather": ((False,), "use --bf16"),
     "ddp.nccl_ub": ((False,), "leave it out"),
     "ddp.fsdp_double_buffer": ((False,), "leave it out; the engine chooses its buffers itself"),
-    "ddp.num_distributed_optimizer_instances": ((1,), "hybrid sharding is not supported in training runs"),
     "data.dataloader_type": ((None, "single", "cyclic"), "use single or cyclic"),
     "checkpoint.async_save": ((False,), "checkpoints are written before training goes on"),
 }

@@ -60,7 +60,7 @@ class DdpConfig:
     """What is also sharded over the outer dimension of hybrid sharding; optim needs optim_grads_params inside."""
 
     num_distributed_optimizer_instances: int = 1
-    """Copies of the sharded model: the size of the outer dimension of hybrid sharding. Only 1 here yet."""
+    """Copies of the sharded model: the size of the outer dimension of hybrid sharding."""
 
     use_distributed_optimizer: bool | None = None
     """Shard the optimizer state; auto: as the sharding strategy says, Megatron-FSDP always goes this way."""

@@ -5,22 +5,23 @@ import torch
 LAYERS, HIDDEN, HEADS, VOCAB, SEQUENCE, BATCH = 2, 32, 4, 64, 16, 2
 
 
-_groups: dict[str, object] = {}
+_groups: dict[tuple, dict[str, object]] = {}
 
 
-def initialize_groups() -> None:
-    """megatron-core's process groups for data parallelism alone. **Collective.**
+def initialize_groups(**sizes: int) -> None:
+    """megatron-core's process groups, for data parallelism alone unless `sizes` say otherwise. **Collective.**
 
-    Made once per process: every call would leave some twenty groups behind.
+    Made once per process and sizes: every call would leave some twenty groups behind.
     """
     from megatron.core import parallel_state
 
-    if not _groups:
-        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-        _groups.update(
-            {name: value for name, value in vars(parallel_state).items() if name[0] == "_" and name.isupper()}
-        )
-    vars(parallel_state).update(_groups)
+    key = tuple(sorted(sizes.items()))
+    if key not in _groups:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **sizes)
+        state = vars(parallel_state).items()
+        _groups[key] = {name: value for name, value in state if name[0] == "_" and name.isupper()}
+    vars(parallel_state).update(_groups[key])
 
 
 def gpt_config(**overrides):

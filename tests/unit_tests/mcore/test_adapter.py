@@ -16,7 +16,7 @@ _references: dict[str, list[Record]] = {}
 
 def reference(pool: RankPool, case: Case) -> list[Record]:
     """Whole-model records; the same for all strategies and for recomputation, so computed once."""
-    key = repr(case.reference())
+    key = f"{case.reference()} on {pool.world_size}"
     if key not in _references:
         _references[key] = pool.run(train_whole, case.reference())[0]
     return _references[key]
@@ -24,13 +24,16 @@ def reference(pool: RankPool, case: Case) -> list[Record]:
 
 def check(pool: RankPool, case: Case, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     expected = reference(pool, case)
-    for records in pool.run(train_sharded, case):
+    runs = pool.run(train_sharded, case)
+    for step, wanted in enumerate(expected):
+        assert set().union(*(records[step].weights for records in runs)) == wanted.weights.keys()
+        assert len({(records[step].norm, records[step].zeros) for records in runs}) == 1
+    for records in runs:
         for record, wanted in zip(records, expected, strict=True):
             assert record.loss == pytest.approx(wanted.loss, rel=rtol)
             assert record.norm == pytest.approx(wanted.norm, rel=10 * rtol)
             if case.dtype is torch.float32:
                 assert record.zeros == wanted.zeros
-            assert record.weights.keys() == wanted.weights.keys()
             for name, weight in record.weights.items():
                 torch.testing.assert_close(
                     weight, wanted.weights[name], rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
@@ -89,6 +92,37 @@ def test_experts_that_a_rank_does_not_use_take_part(mcore_ranks2: RankPool, stra
         "moe_token_dispatcher_type": "alltoall",
     }
     check(mcore_ranks2, Case(strategy=strategy, config=experts))
+
+
+INSTANCES = {"num_distributed_optimizer_instances": 2}
+OUTER_SHARDS = {**INSTANCES, "outer_dp_sharding_strategy": "optim"}
+HYBRIDS = [(0, INSTANCES), (1, INSTANCES), (2, INSTANCES), (3, INSTANCES), (3, OUTER_SHARDS)]
+
+
+@pytest.mark.parametrize(("strategy", "ddp"), HYBRIDS, ids=str)
+def test_instances_of_the_optimizer_are_an_outer_axis(mcore_ranks4: RankPool, strategy: int, ddp: dict) -> None:
+    check(mcore_ranks4, Case(strategy=strategy, ddp=ddp, per_token=strategy == 1))
+
+
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "add_bias_linear": False,
+    "moe_token_dispatcher_type": "alltoall",
+}
+SPREAD = {"expert_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+def test_experts_spread_over_all_ranks_train_like_one_process(mcore_ranks2: RankPool, strategy: int) -> None:
+    check(mcore_ranks2, Case(strategy=strategy, config=EXPERTS, groups=SPREAD, per_token=strategy == 2))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ddp"), [(1, {}), (3, {"average_in_collective": True}), (2, INSTANCES), (3, OUTER_SHARDS)], ids=str
+)
+def test_experts_have_data_parallel_ranks_of_their_own(mcore_ranks4: RankPool, strategy: int, ddp: dict) -> None:
+    check(mcore_ranks4, Case(strategy=strategy, config=EXPERTS, groups=SPREAD, ddp=ddp))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.unit_tests.harness.rank_pool import RankPool
 from tests.unit_tests.mcore.models import gpt_config, gpt_model, initialize_groups
@@ -215,7 +216,6 @@ def build_refused(config: dict, ddp: dict) -> None:
         ({"delay_wgrad_compute": True}, {}, "TransformerConfig.delay_wgrad_compute"),
         ({"cuda_graph_impl": "local"}, {}, "TransformerConfig.cuda_graph_impl='local'"),
         ({"overlap_moe_expert_parallel_comm": True}, {}, "TransformerConfig.overlap_moe"),
-        ({}, {"num_distributed_optimizer_instances": 2}, "num_distributed_optimizer_instances=2"),
     ],
 )
 def test_combinations_that_would_be_wrong_are_refused(
@@ -264,3 +264,17 @@ def test_an_evaluation_between_steps_sees_the_new_weights(mcore_ranks2: RankPool
     (first, loss, is_finite), (second, _, _) = mcore_ranks2.run(evaluate_between_steps)
     assert (first + second) / 2 == pytest.approx(loss, rel=1e-6)
     assert is_finite
+
+
+def save_spread_experts(folder: str, part: str) -> None:
+    config = {"num_moe_experts": 4, "add_bias_linear": False, "moe_token_dispatcher_type": "alltoall"}
+    case = Case(config=config, groups={"expert_model_parallel_size": 2})
+    model = build(case)
+    state = {"model": model.state_dict, "optimizer": lambda: build_optimizer(case, model).fqn_state_dict()}[part]()
+    dcp.save({part: state}, checkpoint_id=folder)
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_a_checkpoint_never_confuses_experts(mcore_ranks2: RankPool, tmp_path, part: str) -> None:
+    message = "local_experts.*is the name of other experts on other ranks"
+    mcore_ranks2.run_expecting(CheckpointException, message, save_spread_experts, str(tmp_path / "saved"), part)

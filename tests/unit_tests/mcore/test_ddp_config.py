@@ -102,7 +102,6 @@ def test_meaningless_values_are_named(fields: dict, match: str) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"num_distributed_optimizer_instances": 2},
         {"fp4_param_gather": True},
         {"megatron_fsdp_version": 2},
         {"delay_wgrad_compute": True},

@@ -33,6 +33,8 @@ class Case:
     recompute: dict[str, Any] = dataclasses.field(default_factory=dict)
     """More of them, which change no number."""
     ddp: dict[str, Any] = dataclasses.field(default_factory=dict)
+    groups: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Sizes of megatron-core's parallel groups."""
     units: tuple[str, ...] | None = None
     """Import paths of unit classes."""
     frozen: str = ""
@@ -40,24 +42,44 @@ class Case:
 
     def reference(self) -> "Case":
         """The case that plain torch knows: nothing in it speaks of sharding."""
-        return dataclasses.replace(self, strategy=0, recompute={}, ddp={}, units=None, loss_scale=None)
+        return dataclasses.replace(self, strategy=0, recompute={}, ddp={}, groups={}, units=None, loss_scale=None)
 
     def model(self) -> torch.nn.Module:
-        """The user's model, the same on every rank."""
+        """The user's model, the same on every rank but for its share of the experts. **Collective.**"""
+        initialize_groups()
         model = gpt_model(self.transformer_config(), tied=self.tied, seed=self.seed)
+        if self.groups:
+            whole = dict(model.named_parameters())
+            initialize_groups(**self.groups)
+            ep = self.groups.get("expert_model_parallel_size", 1)
+            model = gpt_model(self.transformer_config(expert_model_parallel_size=ep), tied=self.tied, seed=self.seed)
+            with torch.no_grad():
+                for name, param in model.named_parameters():
+                    param.copy_(whole[global_name(name, model.config)])
         for name, param in model.named_parameters():
             param.requires_grad_(not (self.frozen and self.frozen in name))
         return model
 
-    def transformer_config(self):
+    def transformer_config(self, **overrides: Any):
         return gpt_config(
             bf16=self.dtype is torch.bfloat16,
             fp16=self.dtype is torch.float16,
             params_dtype=self.dtype,
             calculate_per_token_loss=self.per_token,
-            **self.config,
-            **self.recompute,
+            **{**self.config, **self.recompute, **overrides},
         )
+
+
+def global_name(name: str, config) -> str:
+    """The parameter's name in a model that has the experts of all expert-parallel ranks."""
+    from megatron.core import parallel_state
+
+    head, found, tail = name.partition(".local_experts.")
+    if not found:
+        return name
+    number, _, rest = tail.partition(".")
+    share = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    return f"{head}{found}{int(number) + share * parallel_state.get_expert_model_parallel_rank()}.{rest}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +98,6 @@ def build(case: Case) -> torch.nn.Module:
 
     from megatron_fsdp.mcore import DistributedDataParallelConfig, FullyShardedDataParallel
 
-    initialize_groups()
     model = case.model()
     config = model.config
     if case.dtype is not torch.float32:
@@ -161,10 +182,11 @@ def mean_loss(reports: list[dict], case: Case) -> float:
 
 
 def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Main weights by the user's names. **Collective.**"""
+    """Main weights by the user's names, experts by their global numbers. **Collective.**"""
     from megatron_fsdp.mcore import unwrap_model
 
-    return {name: param.full_tensor() for name, param in unwrap_model(model).named_parameters()}
+    named = unwrap_model(model).named_parameters()
+    return {global_name(name, model.config): param.full_tensor() for name, param in named}
 
 
 def train_step(case: Case, model: torch.nn.Module, optimizer, step: int) -> Record:
@@ -184,11 +206,11 @@ def train_sharded(case: Case) -> list[Record]:
     return [train_step(case, model, optimizer, step) for step in range(STEPS)]
 
 
-def train_whole(case: Case, world_size: int = 2) -> list[Record]:
+def train_whole(case: Case) -> list[Record]:
     """A pool job: every rank computes all ranks' batches itself, in `case.dtype`; everything else is in fp32."""
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
-    initialize_groups()
+    world_size = dist.get_world_size()
     model = case.model().to(case.dtype)
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     main = {name: param.detach().float().requires_grad_() for name, param in trained.items()}

@@ -49,21 +49,22 @@ def train(flags: str, *, task=None, callbacks=()) -> Outcome:
     return outcome
 
 
-_GROUPS: dict[str, object] = {}
+_GROUPS: dict[tuple, dict[str, object]] = {}
 
 
 @contextlib.contextmanager
 def kept_groups() -> Iterator[None]:
-    """Gives each run megatron-core's groups of the first run in this process: a set of them costs 17 gloo groups."""
+    """Gives each run megatron-core's groups of the first such run in this process: a set costs 17 gloo groups."""
     from megatron.core import parallel_state
 
     initialize = parallel_state.initialize_model_parallel
 
     def initialize_once(**sizes) -> None:
-        if not _GROUPS:
+        key = tuple(sorted(sizes.items()))
+        if key not in _GROUPS:
             initialize(**sizes)
-            _GROUPS.update({name: value for name, value in vars(parallel_state).items() if name.isupper()})
-        vars(parallel_state).update(_GROUPS)
+            _GROUPS[key] = {name: value for name, value in vars(parallel_state).items() if name.isupper()}
+        vars(parallel_state).update(_GROUPS[key])
 
     with mock.patch.object(parallel_state, "initialize_model_parallel", initialize_once):
         yield

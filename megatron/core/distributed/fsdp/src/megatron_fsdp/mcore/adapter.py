@@ -84,6 +84,7 @@ class FullyShardedDataParallel(MegatronFSDP):
                 pg_collection,
                 device_type=torch.device(device).type if device is not None else None,
                 num_distributed_optimizer_instances=ddp_config.num_distributed_optimizer_instances,
+                outer_dp_sharding_strategy=resolved.engine.outer_dp_sharding_strategy,
             ),
             ddp_config=resolved.engine,
             mixed_precision_policy=resolved.precision,

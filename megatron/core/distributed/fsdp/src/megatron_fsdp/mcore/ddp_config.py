@@ -111,10 +111,6 @@ class ResolvedConfig:
 
 #: Options that are refused: field -> (the value that means off, why, what to do).
 _REFUSED: dict[str, tuple[object, str]] = {
-    "num_distributed_optimizer_instances": (
-        1,
-        "a second, outer data-parallel axis is not built from megatron-core's groups yet",
-    ),
     "fp4_param_gather": (False, "there is no fp4 weight codec"),
     "megatron_fsdp_version": (1, "there is one engine, and it has the interface of version 1"),
     "delay_wgrad_compute": (
@@ -144,6 +140,7 @@ _READ_ELSEWHERE: dict[str, str] = {
     "use_megatron_fsdp": "implied by building FullyShardedDataParallel",
     "use_custom_fsdp": "the former name of use_megatron_fsdp",
     "num_buckets": "turned into bucket_size",
+    "num_distributed_optimizer_instances": "turned into the outer axis by build_dist_index",
 }
 
 

@@ -8,13 +8,18 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_fsdp.config import strategy_name
 from megatron_fsdp.machine.device import default_device_type
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
+from megatron_fsdp.plan.strategy import NO_SHARD
 
 DP_DIM = "dp_cp"
+OUTER_DIM = "outer_fsdp_dp"
 TP_DIM = "tp"
 
-_FROM_PARALLEL_STATE = ["tp", "pp", "ep", "expt_tp", "dp", "dp_cp"]
+_FROM_PARALLEL_STATE = ["tp", "pp", "ep", "expt_tp", "dp", "dp_cp", "expt_dp"]
+#: Further ones when there are several instances of the distributed optimizer.
+_OF_INSTANCES = ["intra_dp_cp", "intra_expt_dp", "inter_dist_opt"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +27,9 @@ class AllGatherGroups:
     """Communicators for weights alone, so that their gathers never queue behind gradient reductions."""
 
     dp_cp_ag: dist.ProcessGroup
-    """The same ranks as `dp_cp`."""
+    """The same ranks as `dp_cp`, or as `intra_dp_cp` with several instances of the distributed optimizer."""
+    expt_dp_ag: dist.ProcessGroup | None = None
+    """The same for experts that are spread over ranks: as `expt_dp` or `intra_expt_dp`."""
 
 
 def build_dist_index(
@@ -30,43 +37,143 @@ def build_dist_index(
     *,
     device_type: str | None = None,
     num_distributed_optimizer_instances: int = 1,
+    outer_dp_sharding_strategy: str | int = NO_SHARD,
 ) -> FSDPDistributedIndex:
-    """The data-parallel axis (data times context parallelism), with a trivial tensor-parallel axis.
+    """The data-parallel axes (data times context parallelism), with a trivial tensor-parallel axis.
+
+    With several instances of the distributed optimizer the ranks inside an instance are the inner axis, the instances
+    the outer one. With expert parallelism experts have a mesh of their own.
 
     Args:
-        pg_collection: groups to use; None takes megatron-core's global ones, which must be initialized. If it has an
-            attribute `dp_cp_ag` (see `create_all_gather_groups`), weights are gathered on that group.
+        pg_collection: groups to use; None takes megatron-core's global ones, which must be initialized. If it has
+            attributes `dp_cp_ag` and `expt_dp_ag` (see `create_all_gather_groups`), weights are gathered on those.
         device_type: "cuda" or "cpu"; None takes what this machine has.
-        num_distributed_optimizer_instances: as in the configuration.
+        num_distributed_optimizer_instances: as in the configuration. Their groups are made here if the collection
+            (or megatron-core's state) does not have them, which is **collective** over the data-parallel group.
+        outer_dp_sharding_strategy: as in the configuration.
 
     Raises:
         NotImplementedError: the groups describe a parallelism that the engine does not combine with yet.
-        ValueError: there is no data-parallel group.
+        ValueError: a group that is needed is missing, or groups and numbers contradict each other.
     """
+    instances = num_distributed_optimizer_instances
     groups = _groups_of(pg_collection)
-    _refuse_other_parallelism(groups, num_distributed_optimizer_instances)
-    dp_group = _dp_cp_group(groups)
+    _refuse_other_parallelism(groups)
+    outer_shards = strategy_name(outer_dp_sharding_strategy, "outer_dp_sharding_strategy") != NO_SHARD
+    if outer_shards and instances == 1:
+        raise ValueError(
+            f"outer_dp_sharding_strategy={outer_dp_sharding_strategy!r} shards over the instances of the distributed "
+            "optimizer, but there is 1; set num_distributed_optimizer_instances"
+        )
+    whole = _whole_groups(groups, instances)
+    device_type = device_type or default_device_type()
     tp_group = getattr(groups, "tp", None) or _group_of_one()
-    ranks = torch.tensor(dist.get_process_group_ranks(dp_group), dtype=torch.int)
-    mesh = DeviceMesh.from_group(
-        [dp_group, tp_group],
-        device_type or default_device_type(),
-        mesh=ranks.view(-1, 1),
-        mesh_dim_names=(DP_DIM, TP_DIM),
-    )
+    dense, *spread = [_DataParallelGroups.divided(groups, group, name, instances) for name, group in whole.items()]
+    experts = spread[0] if spread else None
+    is_hybrid = instances > 1
     return FSDPDistributedIndex(
-        mesh, dp_shard_dim=DP_DIM, tp_dim=TP_DIM, fsdp_group_ag=getattr(groups, "dp_cp_ag", None)
+        dense.mesh(tp_group, device_type),
+        dp_shard_dim=DP_DIM,
+        dp_outer_dim=OUTER_DIM if is_hybrid else None,
+        tp_dim=TP_DIM,
+        hybrid_fsdp_group=dense.all_ranks if is_hybrid else None,
+        hybrid_fsdp_expt_group=experts.all_ranks if is_hybrid and experts else None,
+        hsdp_outer_dp_shard=outer_shards,
+        expt_device_mesh=experts.mesh(tp_group, device_type) if experts else None,
+        fsdp_group_ag=getattr(groups, "dp_cp_ag", None),
+        expt_fsdp_group_ag=getattr(groups, "expt_dp_ag", None) if experts else None,
     )
 
 
-def create_all_gather_groups(pg_collection: ProcessGroupCollection | None = None) -> AllGatherGroups:
+def create_all_gather_groups(
+    pg_collection: ProcessGroupCollection | None = None, *, num_distributed_optimizer_instances: int = 1
+) -> AllGatherGroups:
     """New communicators over the ranks of the data-parallel groups. **Collective** over the data-parallel group.
 
     Set the result on the collection that the model is built with: `pg_collection.dp_cp_ag = groups.dp_cp_ag`.
     """
-    ranks = dist.get_process_group_ranks(_dp_cp_group(_groups_of(pg_collection)))
-    # Only these ranks take part, so that other data-parallel groups need not be named in the same order here.
-    return AllGatherGroups(dp_cp_ag=dist.new_group(ranks, use_local_synchronization=True, group_desc="DP_CP_AG_GROUP"))
+    groups = _groups_of(pg_collection)
+    made = {}
+    for name, group in _whole_groups(groups, num_distributed_optimizer_instances).items():
+        row, _ = _row_and_column(group, num_distributed_optimizer_instances)
+        made[f"{name}_ag"] = _new_group(row, f"{name}_ag".upper())
+    return AllGatherGroups(**made)
+
+
+@dataclasses.dataclass(frozen=True)
+class _DataParallelGroups:
+    """This rank's data-parallel groups, of dense parameters or of experts."""
+
+    all_ranks: dist.ProcessGroup
+    inner: dist.ProcessGroup
+    """All ranks, or those of one instance of the distributed optimizer."""
+    outer: dist.ProcessGroup | None
+    """The same place in every instance; None if there is one instance."""
+
+    @classmethod
+    def divided(
+        cls, groups: ProcessGroupCollection, everyone: dist.ProcessGroup, name: str, instances: int
+    ) -> "_DataParallelGroups":
+        """**Collective** over `everyone` if there are several instances and the collection does not have their groups.
+
+        Raises:
+            ValueError: it has others.
+        """
+        if instances == 1:
+            return cls(everyone, everyone, None)
+        inner, outer = (getattr(groups, part, None) for part in (f"intra_{name}", "inter_dist_opt"))
+        if inner is None or outer is None:
+            # megatron-core makes them only if it is told to, and only where einops is installed.
+            return cls(everyone, *map(_new_group, _row_and_column(everyone, instances)))
+        wanted, came = _row_and_column(everyone, instances), tuple(map(dist.get_process_group_ranks, (inner, outer)))
+        if came != wanted:
+            raise ValueError(
+                f"the groups intra_{name} and inter_dist_opt have ranks {came[0]} and {came[1]}; "
+                f"num_distributed_optimizer_instances={instances} divides {name} into {wanted[0]} and {wanted[1]}"
+            )
+        return cls(everyone, inner, outer)
+
+    def mesh(self, tp_group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+        """(data parallel, tensor parallel), with an outer dimension first if there are several instances."""
+        ranks = torch.tensor(dist.get_process_group_ranks(self.all_ranks), dtype=torch.int)
+        if self.outer is None:
+            names = (DP_DIM, TP_DIM)
+            return DeviceMesh.from_group(
+                [self.inner, tp_group], device_type, mesh=ranks.view(-1, 1), mesh_dim_names=names
+            )
+        table = ranks.view(self.outer.size(), self.inner.size(), 1)
+        return DeviceMesh.from_group(
+            [self.outer, self.inner, tp_group],
+            device_type,
+            mesh=table,
+            mesh_dim_names=(OUTER_DIM, DP_DIM, TP_DIM),
+        )
+
+
+def _row_and_column(group: dist.ProcessGroup, instances: int) -> tuple[list[int], list[int]]:
+    """Ranks of this rank's instance, and of its place in all instances; megatron-core numbers one after the other."""
+    table = torch.tensor(dist.get_process_group_ranks(group)).view(instances, -1)
+    row, column = (table == dist.get_rank()).nonzero()[0].tolist()
+    return table[row].tolist(), table[:, column].tolist()
+
+
+def _whole_groups(groups: ProcessGroupCollection, instances: int) -> dict[str, dist.ProcessGroup]:
+    """By name: all data-parallel ranks, and those of the same experts if these are spread.
+
+    Raises:
+        ValueError: one is missing, or `instances` does not divide it.
+    """
+    found = {"dp_cp": _dp_cp_group(groups)}
+    if _size(groups, "ep") > 1:
+        if getattr(groups, "expt_dp", None) is None:
+            raise ValueError(f"pg_collection has ep, of {_size(groups, 'ep')} ranks, but no expt_dp; set it")
+        found["expt_dp"] = groups.expt_dp
+    for name, group in found.items():
+        if instances < 1 or group.size() % instances:
+            raise ValueError(
+                f"num_distributed_optimizer_instances={instances} does not divide the {group.size()} ranks of {name}"
+            )
+    return found
 
 
 def _groups_of(pg_collection: ProcessGroupCollection | None) -> ProcessGroupCollection:
@@ -77,7 +184,10 @@ def _groups_of(pg_collection: ProcessGroupCollection | None) -> ProcessGroupColl
             "no pg_collection was given and megatron-core has no process groups; "
             "call megatron.core.parallel_state.initialize_model_parallel() or pass pg_collection"
         )
-    return ProcessGroupCollection.use_mpu_process_groups(required_pgs=_FROM_PARALLEL_STATE)
+    has_instances = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False) is not None
+    return ProcessGroupCollection.use_mpu_process_groups(
+        required_pgs=[*_FROM_PARALLEL_STATE, *(_OF_INSTANCES if has_instances else ())]
+    )
 
 
 def _dp_cp_group(groups: ProcessGroupCollection) -> dist.ProcessGroup:
@@ -90,25 +200,19 @@ def _dp_cp_group(groups: ProcessGroupCollection) -> dist.ProcessGroup:
     return groups.dp
 
 
-def _refuse_other_parallelism(groups: ProcessGroupCollection, num_distributed_optimizer_instances: int) -> None:
+def _refuse_other_parallelism(groups: ProcessGroupCollection) -> None:
     """The one place that says which parallelism the engine is not combined with yet."""
     reasons = {
         "tp": "tensor-parallel shards are not described in its DTensors",
         "expt_tp": "tensor-parallel shards are not described in its DTensors",
         "pp": "a checkpoint would confuse the layers of different stages",
-        "ep": "experts have no data-parallel mesh of their own",
     }
     for name, reason in reasons.items():
         if _size(groups, name) > 1:
             raise NotImplementedError(
-                f"process group {name!r} has {_size(groups, name)} ranks; Megatron-FSDP supports data parallelism "
-                f"only: {reason}. Initialize megatron-core with this size at 1."
+                f"process group {name!r} has {_size(groups, name)} ranks; Megatron-FSDP supports data and expert "
+                f"parallelism only: {reason}. Initialize megatron-core with this size at 1."
             )
-    if num_distributed_optimizer_instances > 1:
-        raise NotImplementedError(
-            f"num_distributed_optimizer_instances={num_distributed_optimizer_instances}: "
-            "a second, outer data-parallel axis is not built from megatron-core's groups yet; leave it at 1."
-        )
 
 
 def _size(groups: ProcessGroupCollection, name: str) -> int:
@@ -118,4 +222,9 @@ def _size(groups: ProcessGroupCollection, name: str) -> int:
 
 def _group_of_one() -> dist.ProcessGroup:
     """A group of this rank alone."""
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return _new_group([dist.get_rank()])
+
+
+def _new_group(ranks: list[int], name: str | None = None) -> dist.ProcessGroup:
+    # Only these ranks take part, so that other data-parallel groups need not be named in the same order here.
+    return dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
