@@ -86,6 +86,8 @@ OPTIONS = [
     ({"keep_fp8_transpose_cache": True}, NotImplementedError, "keep_fp8_transpose_cache=True is not"),
     ({"cuda_graph_mode": True}, NotImplementedError, "cuda_graph_mode=True is not"),
     ({"maxpool_double_buffer": True}, NotImplementedError, "max_pool_double_buffer=True is not"),
+    ({"root_params": ["head.weight"]}, ValueError, r"root_params\[0\] is 'head.weight', not a parameter of this TinyM"),
+    ({"root_params": [torch.ones(2)]}, ValueError, r"root_params\[0\] is a tensor of shape \(2,\), not a parameter"),
     ({"init_model_with_meta_device": True, "zero_dp_strategy": 0}, ValueError, "choose a strategy that shards"),
 ]
 MODULE_MISTAKES = [

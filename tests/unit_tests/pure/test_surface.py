@@ -191,9 +191,16 @@ EXPORTS = {
 }
 
 
-def arguments(function):
-    """Names and defaults in order; all of them can be given by position and by name."""
-    params = inspect.signature(function).parameters
+#: What this package adds to the arguments of fully_shard and fully_shard_model; it cannot be hit by position.
+ADDED = {"root_params": ()}
+
+
+def arguments(function, added=()):
+    """Names and defaults in order; all of them can be given by position and by name, but for those `added`."""
+    params = dict(inspect.signature(function).parameters)
+    for name in added:
+        param = params.pop(name)
+        assert (param.kind, param.default) == (inspect.Parameter.KEYWORD_ONLY, added[name])
     assert {p.kind for p in params.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}, params
     return [(name, param.default) for name, param in params.items()]
 
@@ -206,11 +213,11 @@ def written(function):
 
 
 def test_fully_shard_model():
-    assert arguments(fully_shard_model) == [("module", REQUIRED), *MODEL_ARGUMENTS.items()]
+    assert arguments(fully_shard_model, ADDED) == [("module", REQUIRED), *MODEL_ARGUMENTS.items()]
 
 
 def test_fully_shard_shows_every_argument_of_fully_shard_model():
-    assert arguments(fully_shard) == [("module", REQUIRED), ("optimizer", REQUIRED), *MODEL_ARGUMENTS.items()]
+    assert arguments(fully_shard, ADDED) == [("module", REQUIRED), ("optimizer", REQUIRED), *MODEL_ARGUMENTS.items()]
     assert inspect.unwrap(fully_shard) is fully_shard  # debuggers and documentation tools follow wrappers
     assert all(param.annotation is not REQUIRED for param in inspect.signature(fully_shard).parameters.values())
 
@@ -221,10 +228,9 @@ def test_fully_shard_optimizer():
 
 def test_the_constructor_has_one_addition_that_cannot_be_hit_by_position():
     params = inspect.signature(MegatronFSDP).parameters
-    ours = {"root_params": ()}
-    assert [(name, p.default) for name, p in params.items()] == [*CONSTRUCTOR_ARGUMENTS.items(), *ours.items()]
+    assert [(name, p.default) for name, p in params.items()] == [*CONSTRUCTOR_ARGUMENTS.items(), *ADDED.items()]
     kinds = {name: param.kind for name, param in params.items()}
-    assert {name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY} == set(ours)
+    assert {name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY} == set(ADDED)
 
 
 def test_the_distributed_index():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,8 @@ def fully_shard_model(
     use_decoupled_grad: bool = False,
     cuda_graph_mode: bool = False,
     maxpool_double_buffer: bool = False,
+    *,
+    root_params: Collection[torch.nn.Parameter] = (),
 ) -> MegatronFSDP:
     """Shards `module` over the data-parallel ranks, from the first one's values. **Collective**, with equal arguments.
 
@@ -85,6 +87,8 @@ def fully_shard_model(
             fsdp_double_buffer, fsdp_db_use_persist_buf_on_alloc_fail, disable_symmetric_registration,
             enable_fine_grained_param_gather, use_decoupled_grad, cuda_graph_mode, maxpool_double_buffer: see
             `DistributedDataParallelConfig`.
+        root_params: parameters of `module` that are read outside the forward of the unit that owns them, as in
+            `F.linear(x, self.embedding.weight)`; they stay gathered while the model computes.
 
     Raises:
         ValueError, TypeError, ImportError: a mistake in the arguments, on every rank before anything is communicated.
@@ -126,6 +130,7 @@ _MODEL_OPTIONS = {
     "sync_model_each_microbatch": "sync_model_each_microbatch",
     "enable_fine_grained_param_gather": "enable_fine_grained_param_gather_hook",
     "report_nan_in_param_grad": "report_nan_in_param_grad",
+    "root_params": "root_params",
 }
 
 

@@ -28,11 +28,13 @@ from megatron_fsdp.nan_report import NanReport, NonFiniteGradientError
 from megatron_fsdp.optimizer import owner_reference
 from megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_fsdp.plan.strategy import Placement
+from megatron_fsdp.refused_hooks import refuse_hooks
 from megatron_fsdp.runtime.build import BuildRequest, build_units, grad_scales
 from megatron_fsdp.runtime.discovery import UnitPlan
 from megatron_fsdp.runtime.hooks import install_hooks
 from megatron_fsdp.runtime.moment import check_idle, check_not_taken
 from megatron_fsdp.runtime.schedule import Schedule
+from megatron_fsdp.runtime.structure import Structure
 from megatron_fsdp.summary import build_summary
 from megatron_fsdp.tensor_parallel_checks import check_replicas, check_tensor_parallel
 
@@ -138,6 +140,7 @@ class MegatronFSDP(nn.Module):
                     param = by_raw[id(raw)]
                     param.sharded = make_sharded_param(param, group, slot, self.dist_index)
                     param.sharded._megatron_fsdp_owner = owner
+                    refuse_hooks(param.sharded, param.fqn)
                     raw.__fsdp_param__ = True
                     raw.grad = None  # what the unsharded model left, out of reach now, would be added to
             unit.show_sharded()
@@ -147,6 +150,7 @@ class MegatronFSDP(nn.Module):
         )
         self._schedule.on_auto_sync = _WeakCall(owner, "finish_grad_sync")
         self._nan_report = NanReport.wanted(self._schedule, self.dist_index, self.config_resolved)
+        self._schedule.before_forward = Structure(self.module, units).check
         self._hooks = install_hooks(self._schedule)
         self.state_dict_hooks = StateDictHooks(self._schedule)
         self.state_dict_hooks.install(self.module)

@@ -6,7 +6,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -49,6 +49,7 @@ def fully_shard_optimizer(
         return optimizer
     check_kind(optimizer)
     setattr(optimizer, _MARK, True)
+    optimizer.__deepcopy__ = _refuse_copy  # copy.deepcopy asks the instance
     _wrap_step(optimizer, model)
     _wrap_zero_grad(optimizer, model)
     adopt_state(optimizer)
@@ -58,6 +59,13 @@ def fully_shard_optimizer(
         optimizer.register_state_dict_pre_hook(lambda opt: create_state(opt, bare_step))
         optimizer.register_state_dict_post_hook(lambda opt, state_dict: mark_state(opt))
     return optimizer
+
+
+def _refuse_copy(memo: dict) -> NoReturn:
+    raise NotImplementedError(
+        "the optimizer of a sharded model cannot be deep-copied: the copy would hold parameters of no model; copy its "
+        "state_dict()."
+    )
 
 
 def check_kind(optimizer: torch.optim.Optimizer) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron_fsdp.dtensor import grad_of
 from megatron_fsdp.runtime.schedule import Schedule
+from megatron_fsdp.runtime.structure import check_frozenness
 from megatron_fsdp.runtime.unit import ManagedParam
 from megatron_fsdp.state.main_grad import GradState
 from megatron_fsdp.state.param_group import ParamGroup
@@ -56,7 +57,7 @@ class ParamAndGradBuffer:
         Raises:
             RuntimeError: a parameter has been frozen or unfrozen since it was sharded.
         """
-        self._check_frozenness()
+        check_frozenness(self.managed_params)
         self._schedule.wait_for_reductions()
         for group, param in self.trained():
             sharded = param.sharded
@@ -97,14 +98,6 @@ class ParamAndGradBuffer:
                 f"{param.fqn} has a gradient that did not come through the model's forward, and would be lost. A loss "
                 "term on parameters themselves cannot be taken on sharded ones; use the optimizer's weight decay."
             )
-
-    def _check_frozenness(self) -> None:
-        for param in self.managed_params:
-            if param.sharded.requires_grad != param.raw.requires_grad:
-                raise RuntimeError(
-                    f"{param.fqn}.requires_grad has become {param.sharded.requires_grad} after sharding, which decides "
-                    "once whether there is a gradient; freeze parameters before sharding."
-                )
 
     def _shared_grad(self, group: ParamGroup, sharded: nn.Parameter) -> torch.Tensor:
         if id(sharded) not in self._shared_grads:

@@ -70,8 +70,9 @@ def plan_units(
     instances of `fine_grained` are cut up: each of their modules that owns parameters is a unit of its own.
 
     Raises:
-        ValueError: `classes` match no module of `root`.
+        ValueError: `classes` match no module of `root`, or `root_params` are not its parameters.
     """
+    _check_root_params(root, root_params)
     names = {module: name for name, module in root.named_modules()}
     unit_modules = [module for module in names if isinstance(module, classes)] if classes else []
     if classes and not unit_modules:
@@ -83,6 +84,8 @@ def plan_units(
     if classes:
         unit_modules += _large_leftovers(root, unit_modules, {id(param) for param in root_params})
     unit_modules += _param_owners(unit_modules if classes else [root], fine_grained)
+    without_forward = _read_by_parents(root)
+    unit_modules = [module for module in unit_modules if module not in without_forward]
     chosen = {root, *unit_modules}
     plans = {module: UnitPlan(names[module], module, [], module is root) for module in names if module in chosen}
     for param in _managed_params(root):
@@ -105,6 +108,22 @@ def _is_run(module: nn.Module) -> bool:
 
 def _own_params(module: nn.Module) -> list[nn.Parameter]:
     return [param for param in module._parameters.values() if param is not None]
+
+
+def _check_root_params(root: nn.Module, root_params: Collection[nn.Parameter]) -> None:
+    own = {id(param) for param in root.parameters()}
+    for number, param in enumerate(root_params):
+        if id(param) not in own:
+            what = f"a tensor of shape {tuple(param.shape)}" if hasattr(param, "shape") else repr(param)
+            raise ValueError(
+                f"root_params[{number}] is {what}, not a parameter of this {type(root).__name__}; pass the Parameter "
+                "objects of the model that is sharded."
+            )
+
+
+def _read_by_parents(root: nn.Module) -> set[nn.Module]:
+    """Modules whose forward is never called: their parent computes with their parameters itself."""
+    return {module.out_proj for module in root.modules() if isinstance(module, nn.MultiheadAttention)}
 
 
 def _large_leftovers(root: nn.Module, units: list[nn.Module], excluded: set[int]) -> list[nn.Module]:

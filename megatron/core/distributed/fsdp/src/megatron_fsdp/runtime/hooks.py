@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from megatron_fsdp.machine.torch_compat import in_backward, version_of
 from megatron_fsdp.runtime.moment import check_not_taken, end_interrupted_forward
 from megatron_fsdp.runtime.schedule import Schedule
+from megatron_fsdp.runtime.stray_reads import explain
 from megatron_fsdp.runtime.unit import Phase, Unit
 
 
@@ -40,9 +42,16 @@ class _UnitHooks:
     schedule: weakref.ref[Schedule]
     unit: weakref.ref[Unit]
 
+    def __deepcopy__(self, memo: dict) -> _UnitHooks:
+        raise NotImplementedError(
+            "a module of a sharded model cannot be deep-copied; copy it before sharding, or copy its state_dict()."
+        )
+
     def pre_forward(self, module: nn.Module, args: tuple) -> None:
         schedule, unit = self._alive()
         check_not_taken(schedule, "a forward")
+        if unit.is_root and not in_backward():
+            schedule.before_forward()
         if torch.is_grad_enabled():
             unit.input_versions = {id(value): version_of(value) for value in args if isinstance(value, torch.Tensor)}
         if in_backward():
@@ -66,7 +75,10 @@ class _UnitHooks:
     def after_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
         """Runs also when the forward has raised."""
         schedule = self.schedule()
-        if schedule is not None:
+        if schedule is not None and schedule.in_forward:
+            error = sys.exc_info()[1]
+            if error is not None:
+                explain(error, schedule.units)
             end_interrupted_forward(schedule)
 
     def pre_backward(self, generation: int, grad: torch.Tensor) -> None:

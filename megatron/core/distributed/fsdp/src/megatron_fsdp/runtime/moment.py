@@ -30,6 +30,6 @@ def settle(schedule: Schedule) -> None:
 
 
 def end_interrupted_forward(schedule: Schedule) -> None:
-    """Releases what a forward that raised has left behind; nothing to do after one that returned."""
-    if schedule.forget_forward():
-        settle(schedule)
+    """Releases what a forward that raised has left behind."""
+    schedule.forget_forward()
+    settle(schedule)

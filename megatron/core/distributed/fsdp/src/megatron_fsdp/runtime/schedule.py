@@ -71,6 +71,8 @@ class Schedule:
         """Units in the order of their first calls, until the ranks have agreed on one."""
         self.taken_by: str | None = None
         """What shows parameters of its own in place of the schedule's; until it ends, no forward can run."""
+        self.before_forward: Callable[[], None] = lambda: None
+        """Called when a forward of the whole model begins, before it communicates."""
         self.on_auto_sync = lambda: None
         """Called at the end of a backward when `model_auto_sync` is on."""
 
@@ -161,11 +163,15 @@ class Schedule:
         """A forward of the whole model, or a backward, is not over."""
         return self._in_forward or self._in_backward or in_backward()
 
-    def forget_forward(self) -> bool:
-        """Says if the root's forward was interrupted, and expects no more of it."""
-        was_interrupted, self._in_forward = self._in_forward, False
+    @property
+    def in_forward(self) -> bool:
+        """A forward of the whole model has begun and not ended."""
+        return self._in_forward
+
+    def forget_forward(self) -> None:
+        """The forward of the whole model was interrupted; no more of it will come."""
+        self._in_forward = False
         self._open.clear()
-        return was_interrupted
 
     def _end_forward(self) -> None:
         if self._in_forward:

@@ -1,0 +1,113 @@
+"""Notices what has become of a model's parameters since it was sharded, before a forward communicates."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from megatron_fsdp.machine.torch_compat import local_tensor, storage_id
+from megatron_fsdp.runtime.unit import ManagedParam, Unit
+
+_WHAT_TO_DO = "change values in place or inside full_params(), and structure before sharding."
+
+
+class Structure:
+    """Which parameters and modules a sharded model has. To check costs a few microseconds per parameter."""
+
+    def __init__(self, root: nn.Module, units: Sequence[Unit]):
+        modules = list(root.named_modules())
+        # Their dictionaries, not the modules: a removed one is not kept alive by this.
+        self._modules = [_Contents.of(name, module) for name, module in modules]
+        parameters = {id(module): module._parameters for _, module in modules}
+        self._places = [(unit, list(_places(unit, parameters))) for unit in units]
+        self._memory = [
+            (param.sharded, local_tensor(param.sharded), storage_id(param.sharded), param)
+            for unit in units
+            for param in unit.params
+        ]
+        self._trained = [(param.sharded, param.raw.requires_grad, param) for _, _, _, param in self._memory]
+
+    def check(self) -> None:
+        """Raises if the model is another one than was sharded. No communication; all ranks make the same mistake.
+
+        Raises:
+            RuntimeError: a parameter was replaced, removed or added, its `data` or `requires_grad` was set, or a module
+                with parameters was replaced, removed or added.
+        """
+        for contents in self._modules:
+            contents.check()
+        for unit, places in self._places:
+            shows_raw = unit.shows_raw
+            for place in places:
+                held, name, raw, sharded, fqn = place
+                if held.get(name) is not (raw if shows_raw else sharded):
+                    how = "replaced" if held.get(name) is not None else "removed"
+                    raise RuntimeError(f"{fqn} was {how} after sharding, and would not be trained; {_WHAT_TO_DO}")
+        for sharded, local, storage, param in self._memory:
+            if local_tensor(sharded) is not local or storage_id(sharded) != storage:
+                raise RuntimeError(f"{param.fqn}.data was set after sharding, which changes nothing; {_WHAT_TO_DO}")
+        if torch.is_grad_enabled():
+            for sharded, requires_grad, param in self._trained:
+                if sharded.requires_grad is not requires_grad:
+                    check_frozenness([param])
+
+
+def _places(unit: Unit, parameters: dict[int, dict]) -> Iterator[tuple[dict, str, nn.Parameter, nn.Parameter, str]]:
+    """Which dictionary holds which parameter under which name, in its two forms."""
+    for param in unit.params:
+        for place, fqn in zip(param.places, param.fqns, strict=True):
+            yield parameters[id(place.module())], place.name, param.raw, param.sharded, fqn
+
+
+def check_frozenness(params: Iterable[ManagedParam]) -> None:
+    """Raises RuntimeError if a parameter has been frozen or unfrozen since it was sharded."""
+    for param in params:
+        if param.sharded.requires_grad != param.raw.requires_grad:
+            raise RuntimeError(
+                f"{param.fqn}.requires_grad has become {param.sharded.requires_grad} after sharding, which decides "
+                "once whether there is a gradient; freeze parameters before sharding."
+            )
+
+
+@dataclasses.dataclass
+class _Contents:
+    """The parameters and children of one module."""
+
+    name: str
+    parameters: dict[str, nn.Parameter | None]
+    param_names: tuple[str, ...]
+    modules: dict[str, nn.Module | None]
+    children: tuple[nn.Module | None, ...]
+
+    @classmethod
+    def of(cls, name: str, module: nn.Module) -> _Contents:
+        """What `module` holds now."""
+        return cls(
+            name, module._parameters, tuple(module._parameters), module._modules, tuple(module._modules.values())
+        )
+
+    def check(self) -> None:
+        if len(self.parameters) != len(self.param_names):
+            for name in self.parameters.keys() - set(self.param_names):
+                if self.parameters[name] is not None:
+                    self._refuse(f"parameter {self._fqn(name)} was added")
+        if len(self.modules) != len(self.children) or tuple(self.modules.values()) != self.children:
+            known = set(map(id, self.children))
+            for name, child in self.modules.items():
+                if child is not None and id(child) not in known and next(child.parameters(), None) is not None:
+                    self._refuse(f"module {self._fqn(name)} with parameters of its own was added")
+            gone = {id(child): child for child in self.children if child is not None}
+            for child in self.modules.values():
+                gone.pop(id(child), None)
+            if any(next(child.parameters(), None) is not None for child in gone.values()):
+                self._refuse(f"a module of {self.name or 'the root'} with sharded parameters was removed")
+            self.children = tuple(self.modules.values())  # only what holds no parameters has changed
+
+    def _fqn(self, name: str) -> str:
+        return f"{self.name}.{name}" if self.name else name
+
+    def _refuse(self, what: str) -> None:
+        raise RuntimeError(f"{what} after sharding; {_WHAT_TO_DO}")

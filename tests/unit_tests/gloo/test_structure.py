@@ -1,0 +1,218 @@
+"""What is done to a model after sharding is noticed before the next forward communicates; stray reads are named."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.unit_tests.harness.communication import no_collectives
+from tests.unit_tests.harness.models import MLPBlock, TinyMLP
+from tests.unit_tests.harness.rank_pool import RankPool
+from tests.unit_tests.harness.sharded import Sharding, full_grads, full_weights, shard
+
+
+def replace(root: TinyMLP) -> None:
+    root.blocks[1].linear.weight = nn.Parameter(torch.zeros(6, 6))
+
+
+def tie(root: TinyMLP) -> None:
+    root.head.weight = root.blocks[0].linear.weight
+
+
+def delete(root: TinyMLP) -> None:
+    del root.head.bias
+
+
+def register(root: TinyMLP) -> None:
+    root.blocks[0].register_parameter("extra", nn.Parameter(torch.zeros(1)))
+
+
+def replace_module(root: TinyMLP) -> None:
+    root.head = nn.Linear(6, 6)
+
+
+def drop_module(root: TinyMLP) -> None:
+    root.head = nn.Identity()
+
+
+def add_module(root: TinyMLP) -> None:
+    root.blocks.append(MLPBlock(6, 6))
+
+
+def set_data(root: TinyMLP) -> None:
+    root.head.weight.data = torch.zeros(6, 6)
+
+
+def resize(root: TinyMLP) -> None:
+    root.blocks[2].linear.bias.data = torch.zeros(7)
+
+
+def unfreeze(root: TinyMLP) -> None:
+    root.head.bias.requires_grad_(False)
+
+
+CHANGES: list[tuple[Callable[[TinyMLP], None], str]] = [
+    (replace, r"blocks.1.linear.weight was replaced after sharding, and would not be trained; change values in place"),
+    (tie, "head.weight was replaced after sharding"),
+    (delete, "head.bias was removed after sharding"),
+    (register, "parameter blocks.0.extra was added after sharding"),
+    (replace_module, "module head with parameters of its own was added after sharding"),
+    (drop_module, "a module of the root with sharded parameters was removed after sharding"),
+    (add_module, "module blocks.3 with parameters of its own was added"),
+    (set_data, "head.weight.data was set after sharding, which changes nothing"),
+    (resize, "blocks.2.linear.bias.data was set after sharding"),
+    (unfreeze, "head.bias.requires_grad has become False after sharding"),
+]
+
+
+def check_changes(strategy: int) -> None:
+    """Every change raises at the next forward, without communication; also right after a forward."""
+    for change, message in CHANGES:
+        model = shard(TinyMLP(), Sharding(strategy=strategy, units=(MLPBlock,)))
+        model(torch.ones(1, 6)).sum().backward()
+        model.finish_grad_sync()
+        change(model.module)
+        with no_collectives(), pytest.raises(RuntimeError, match=message):
+            model(torch.ones(1, 6))
+
+
+def test_changed_parameters_are_refused_at_the_next_forward(ranks2: RankPool) -> None:
+    for strategy in (1, 3):
+        ranks2.run(check_changes, strategy)
+
+
+def check_harmless() -> None:
+    """Values may change in place, parts without parameters come and go, and evaluation may switch gradients off."""
+    model = shard(TinyMLP(), Sharding(units=(MLPBlock,)))
+    with torch.no_grad():
+        model.module.head.bias.add_(1.0)
+    model.module.dropout = nn.Dropout()
+    model(torch.ones(1, 6))
+    del model.module.dropout
+    model.module.register_parameter("nothing", None)
+    model.requires_grad_(False)
+    with torch.no_grad():
+        model(torch.ones(1, 6))
+    model.requires_grad_(True)
+    model(torch.ones(1, 6)).sum().backward()
+
+
+def test_harmless_changes_are_none(ranks2: RankPool) -> None:
+    ranks2.run(check_harmless)
+
+
+def check_hooks_and_copies() -> None:
+    """Hooks that would never run are refused where they are registered, copies that would not work where made."""
+    torch.manual_seed(0)
+    module = TinyMLP()
+    from megatron_fsdp import fully_shard
+
+    model, optimizer = fully_shard(module, torch.optim.SGD(module.parameters()), fsdp_unit_modules=[MLPBlock])
+    weight = model.module.blocks[0].linear.weight
+    with pytest.raises(NotImplementedError, match=r"register_hook.* of blocks.0.linear.weight .* before sharding"):
+        weight.register_hook(print)
+    with pytest.raises(NotImplementedError, match="register_post_accumulate_grad_hook.*would never run"):
+        weight.register_post_accumulate_grad_hook(print)
+    for thing in (model, model.module, model.module.blocks[0], optimizer):
+        with pytest.raises(NotImplementedError, match="cannot be deep-copied"):
+            copy.deepcopy(thing)
+    assert torch.equal(copy.deepcopy(model.state_dict())["module.head.bias"].to_local(), module.head.bias.to_local())
+    assert copy.deepcopy(optimizer.state_dict())["param_groups"]
+
+
+def test_hooks_and_copies_that_cannot_work_are_refused(ranks2: RankPool) -> None:
+    ranks2.run(check_hooks_and_copies)
+
+
+class Tied(nn.Module):
+    """Its forward reads the weight of a unit, in several ways of writing it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.mid = nn.Linear(4, 4)
+        self.way = way
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Shape (n,) to (n, 8)."""
+        x = self.mid(self.embed(tokens))
+        if self.way == "attribute":
+            return F.linear(x, self.embed.weight)
+        if self.way == "variable":
+            weight = self.embed.weight
+            return x @ weight.t()
+        return F.embedding(tokens, self.embed.weight) @ torch.ones(4, 8) + F.linear(x, self.embed.weight)
+
+
+WAYS = ("attribute", "variable", "function")
+
+
+def check_stray_reads(strategy: int) -> None:
+    """The error names the parameter and what to do; with root_params the gradients are those of plain torch."""
+    for way in WAYS:
+        torch.manual_seed(0)
+        plain = Tied(way)
+        sharding = Sharding(strategy=strategy, units=(nn.Linear, nn.Embedding))
+        model = shard(copy.deepcopy(plain), sharding)
+        with pytest.raises(RuntimeError, match="DTensor") as caught:
+            model(torch.arange(3))
+        (note,) = caught.value.__notes__
+        assert "outside it: embed.weight (unit embed). Pass root_params=[model.embed.weight] to fully_shard" in note
+        assert not any(group.plan.gathers_weights and group.is_unsharded for group in groups_of(model))
+        module = copy.deepcopy(plain)
+        model = shard(module, Sharding(**{**vars(sharding), "options": {"root_params": [module.embed.weight]}}))
+        for each in (model, plain):
+            each(torch.arange(3)).square().sum().backward()
+        model.finish_grad_sync()
+        for name, grad in full_grads(model).items():
+            torch.testing.assert_close(grad, plain.get_parameter(name).grad)
+
+
+def groups_of(model: Any) -> list[Any]:
+    return model.param_and_grad_buffer.parameter_groups
+
+
+def test_a_weight_read_outside_its_unit_is_named(ranks2: RankPool) -> None:
+    for strategy in (1, 3):
+        ranks2.run(check_stray_reads, strategy)
+
+
+class Attending(nn.Module):
+    """Attention whose output projection is a Linear that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, sequence, 4), kept."""
+        x = self.first(x)
+        return self.last(self.attention(x, x, x, need_weights=False)[0])
+
+
+def check_attention(units: tuple) -> None:
+    """Gradients and weights of plain torch after a step."""
+    torch.manual_seed(0)
+    plain = Attending()
+    model = shard(copy.deepcopy(plain), Sharding(units=units))
+    for each in (model, plain):
+        each(torch.ones(2, 3, 4) / 3).square().sum().backward()
+    model.finish_grad_sync()
+    for name, grad in full_grads(model).items():
+        torch.testing.assert_close(grad, plain.get_parameter(name).grad)
+    labels = {param.fqn: unit.label for unit in model._schedule.units for param in unit.params}
+    owner = "attention" if nn.MultiheadAttention in units else "(root)"
+    assert labels["attention.out_proj.weight"] == labels["attention.in_proj_weight"] == owner
+    assert full_weights(model).keys() == dict(plain.named_parameters()).keys()
+
+
+def test_a_linear_that_is_never_called_joins_its_parents_unit(ranks2: RankPool) -> None:
+    for units in (("torch.nn.Linear",), (nn.Linear, nn.MultiheadAttention)):
+        ranks2.run(functools.partial(check_attention), units)
