@@ -23,9 +23,10 @@ def check_idle(schedule: Schedule, action: str) -> None:
 def settle(schedule: Schedule) -> None:
     """Makes the current stream wait for every gather, releases what was gathered and shows sharded parameters."""
     for unit in schedule.units:
-        if unit.gather_event is not None:
-            unit.gather_event.wait()
-            unit.gather_event = None
+        for event in (unit.refresh_event, unit.gather_event):
+            if event is not None:
+                event.wait()
+        unit.refresh_event = unit.gather_event = None
     schedule.rest()
 
 
