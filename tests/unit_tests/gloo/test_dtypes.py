@@ -209,3 +209,24 @@ def test_autocast_computes_in_bf16_and_leaves_fp32_gradients(ranks2: RankPool) -
         for grads in by_strategy:
             for name, param in plain.named_parameters():
                 torch.testing.assert_close(grads[name], param.grad, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def job_scale_changed() -> list[bool]:
+    """Changes attached gradients, as a sum over other ranks would, and scales all."""
+    found = []
+    for dtypes in (DtypePolicy(main_grads=None), DtypePolicy(main_grads=FP32)):  # a copy in fp32; the buffer itself
+        torch.manual_seed(0)
+        model = shard(TinyMLP(integers=True).to(BF16), Sharding(units=(MLPBlock,)), dtypes)
+        model(torch.ones(2, 6, dtype=BF16)).sum().backward()
+        model.finish_grad_sync()
+        before = [param.grad.to_local().clone() for param in model.parameters()]
+        for param in model.parameters():
+            param.grad.to_local().add_(2.0)
+        model.scale_gradients(0.5)
+        pairs = zip(model.parameters(), before, strict=True)
+        found.append(all(torch.equal(param.grad.to_local(), (grad + 2.0) * 0.5) for param, grad in pairs))
+    return found
+
+
+def test_scaling_keeps_what_was_done_to_attached_gradients(ranks2: RankPool) -> None:
+    assert ranks2.run(job_scale_changed) == [[True, True]] * 2

@@ -49,7 +49,7 @@ class ShardedToy(torch.nn.Module):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_cp",))
         self.mesh = mesh
         self.ddp_config = types.SimpleNamespace(megatron_fsdp_use_decoupled_grad=False)
-        self.dist_index = types.SimpleNamespace(get_dp_group=mesh.get_group)
+        self.dist_index = types.SimpleNamespace(get_dp_group=mesh.get_group, tp_dim=None)
         self.installs = 0
         for name, (_, rows) in PARAMS.items():
             owner, leaf = name.split(".")

@@ -53,17 +53,17 @@ def build_with_sizes(**sizes: int) -> None:
     build_dist_index()
 
 
-def with_tp() -> None:
-    build_with_sizes(tensor_model_parallel_size=2)
+def with_other_tp_of_experts() -> None:
+    build_with_sizes(tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
 
 
 def with_pp() -> None:
     build_with_sizes(pipeline_model_parallel_size=2)
 
 
-@pytest.mark.parametrize(("job", "name"), [(with_tp, "tp"), (with_pp, "pp")])
+@pytest.mark.parametrize(("job", "name"), [(with_pp, "pp")])
 def test_other_parallelism_is_refused(mcore_ranks2: RankPool, job, name: str) -> None:
-    mcore_ranks2.run_expecting(NotImplementedError, f"process group '{name}' has 2 ranks.*data and expert", job)
+    mcore_ranks2.run_expecting(NotImplementedError, f"process group '{name}' has 2 ranks.*data, tensor and expert", job)
 
 
 def ranks_of(group) -> list[int] | None:
@@ -153,6 +153,11 @@ def _group_of_two():
 )
 def test_groups_that_contradict_each_other_are_named(mcore_ranks2: RankPool, what: str, match: str) -> None:
     mcore_ranks2.run_expecting(ValueError, match, build_wrong, what)
+
+
+def test_experts_have_the_tensor_parallel_ranks_of_the_rest(mcore_ranks2: RankPool) -> None:
+    match = "process group 'expt_tp' has 1 ranks and 'tp' 2"
+    mcore_ranks2.run_expecting(NotImplementedError, match, with_other_tp_of_experts)
 
 
 def without_groups(collection: bool) -> None:

@@ -123,11 +123,19 @@ class ParamAndGradBuffer:
 
     @torch.no_grad()
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
-        """Multiplies every gradient, attached or still accumulating, by `factor`."""
+        """Multiplies every gradient, attached or still accumulating, by `factor`, with what was done to it since."""
         self._schedule.wait_for_reductions()
+        trained = list(self.trained())
+        attached = [self._is_attached(group, param.sharded) for group, param in trained]
         for group in self.parameter_groups:
             if group.main_grad is not None:
                 group.main_grad.scale(factor)
+        for is_attached, (group, param) in zip(attached, trained, strict=True):
+            grad = param.sharded.grad
+            if is_attached and grad is not self._shared_grads.get(id(param.sharded)):
+                # A copy in another dtype, which megatron-core may have summed over tensor-parallel ranks.
+                grad.to_local().mul_(factor)
+                self._attached[id(param.sharded)] = (grad, group.main_grad.generation)
         self.update_main_grads()
 
     def manual_buffer_registration(self) -> None:

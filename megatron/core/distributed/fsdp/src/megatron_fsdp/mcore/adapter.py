@@ -12,6 +12,7 @@ from torch import nn
 from megatron_fsdp.config import strategy_name
 from megatron_fsdp.mcore import fused_grads
 from megatron_fsdp.mcore.ddp_config import resolve_ddp_config
+from megatron_fsdp.mcore.parallel_layout import tag_modes
 from megatron_fsdp.mcore.process_groups import build_dist_index
 from megatron_fsdp.mcore.units import default_unit_modules, numel_outside, weights_read_elsewhere
 from megatron_fsdp.mcore.unwrap import WRAPPERS
@@ -76,6 +77,7 @@ class FullyShardedDataParallel(MegatronFSDP):
             fsdp_unit_modules = default_unit_modules(module) if plan_for(strategy).shards_anything else []
         resolved = resolve_ddp_config(ddp_config, unbucketed_numel=numel_outside(module, fsdp_unit_modules))
         root_params = weights_read_elsewhere(module)
+        tag_modes(module)
         if config.gradient_accumulation_fusion:
             fused_grads.check(root_params)
         super().__init__(

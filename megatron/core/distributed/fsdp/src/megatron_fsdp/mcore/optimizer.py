@@ -10,6 +10,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_fsdp.mcore import fqn_state, grad_stats, param_groups
+from megatron_fsdp.mcore.process_groups import grad_stats_group
 from megatron_fsdp.mcore.unwrap import unwrap_model
 
 
@@ -196,7 +197,7 @@ def get_megatron_optimizer(
         config,
         build_grad_scaler(config),
         model_chunks,
-        model.dist_index.get_dp_group(),
+        grad_stats_group(model.dist_index),
     )
 
 

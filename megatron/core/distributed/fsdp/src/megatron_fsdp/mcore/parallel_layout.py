@@ -86,5 +86,12 @@ def modes_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, Tenso
                 yield param, tensor_parallel_mode(module, leaf, param)
 
 
+def tag_modes(model: torch.nn.Module) -> None:
+    """Tells the engine what is known about `model`'s parameters beyond their tags."""
+    for param, mode in modes_of(model):
+        if mode is not None:
+            param._tensor_parallel_mode = mode
+
+
 def _mode_by_dim(dim: int) -> TensorParallelMode | None:
     return {0: "column", 1: "row"}.get(dim)

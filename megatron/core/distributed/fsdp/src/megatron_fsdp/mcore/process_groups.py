@@ -9,6 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.config import strategy_name
+from megatron_fsdp.dtensor import tensor_parallel_group
 from megatron_fsdp.machine.device import default_device_type
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.plan.strategy import NO_SHARD
@@ -39,7 +40,7 @@ def build_dist_index(
     num_distributed_optimizer_instances: int = 1,
     outer_dp_sharding_strategy: str | int = NO_SHARD,
 ) -> FSDPDistributedIndex:
-    """The data-parallel axes (data times context parallelism), with a trivial tensor-parallel axis.
+    """The data-parallel axes (data times context parallelism), and the tensor-parallel one.
 
     With several instances of the distributed optimizer the ranks inside an instance are the inner axis, the instances
     the outer one. With expert parallelism experts have a mesh of their own.
@@ -83,6 +84,27 @@ def build_dist_index(
         fsdp_group_ag=getattr(groups, "dp_cp_ag", None),
         expt_fsdp_group_ag=getattr(groups, "expt_dp_ag", None) if experts else None,
     )
+
+
+def beside_tensor_parallel_ranks(ranks: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
+    """Data-parallel `ranks`, this one's among them, with a last dim for the tensor-parallel ranks of each.
+
+    megatron-core's groups are the axes of one grid, so neighbours along one axis are everywhere as far apart.
+    """
+    offsets = torch.tensor(dist.get_process_group_ranks(tp_group), dtype=ranks.dtype) - dist.get_rank()
+    return ranks.unsqueeze(-1) + offsets
+
+
+def grad_stats_group(index: FSDPDistributedIndex) -> dist.ProcessGroup:
+    """All ranks that hold distinct gradient shards. **Collective** over them, with tensor parallelism."""
+    dp_group, tp_group = index.get_dp_group(), tensor_parallel_group(index)
+    if tp_group is None:
+        return dp_group
+    if dp_group.size() * tp_group.size() == dist.get_world_size():
+        return dist.group.WORLD
+    data = torch.tensor(dist.get_process_group_ranks(dp_group))
+    ranks = beside_tensor_parallel_ranks(data, tp_group).flatten().sort().values.tolist()
+    return dist.new_group(ranks, use_local_synchronization=True)
 
 
 def create_all_gather_groups(
@@ -138,10 +160,9 @@ class _DataParallelGroups:
         ranks = torch.tensor(dist.get_process_group_ranks(self.all_ranks), dtype=torch.int)
         if self.outer is None:
             names = (DP_DIM, TP_DIM)
-            return DeviceMesh.from_group(
-                [self.inner, tp_group], device_type, mesh=ranks.view(-1, 1), mesh_dim_names=names
-            )
-        table = ranks.view(self.outer.size(), self.inner.size(), 1)
+            table = beside_tensor_parallel_ranks(ranks, tp_group)
+            return DeviceMesh.from_group([self.inner, tp_group], device_type, mesh=table, mesh_dim_names=names)
+        table = beside_tensor_parallel_ranks(ranks.view(self.outer.size(), self.inner.size()), tp_group)
         return DeviceMesh.from_group(
             [self.outer, self.inner, tp_group],
             device_type,
@@ -203,15 +224,19 @@ def _dp_cp_group(groups: ProcessGroupCollection) -> dist.ProcessGroup:
 def _refuse_other_parallelism(groups: ProcessGroupCollection) -> None:
     """The one place that says which parallelism the engine is not combined with yet."""
     reasons = {
-        "tp": "tensor-parallel shards are not described in its DTensors",
-        "expt_tp": "tensor-parallel shards are not described in its DTensors",
         "pp": "a checkpoint would confuse the layers of different stages",
     }
+    experts, dense = _size(groups, "expt_tp"), _size(groups, "tp")
+    if getattr(groups, "expt_tp", None) is not None and experts != dense:
+        raise NotImplementedError(
+            f"process group 'expt_tp' has {experts} ranks and 'tp' {dense}; experts need the tensor-parallel ranks of "
+            "the rest of the model. Leave expert_tensor_parallel_size out."
+        )
     for name, reason in reasons.items():
         if _size(groups, name) > 1:
             raise NotImplementedError(
-                f"process group {name!r} has {_size(groups, name)} ranks; Megatron-FSDP supports data and expert "
-                f"parallelism only: {reason}. Initialize megatron-core with this size at 1."
+                f"process group {name!r} has {_size(groups, name)} ranks; Megatron-FSDP supports data, tensor and "
+                f"expert parallelism only: {reason}. Initialize megatron-core with this size at 1."
             )
 
 
