@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,15 +17,17 @@ class Communicated(AssertionError):
 
 
 class _Listener(TorchDispatchMode):
-    def __init__(self, heard: list[str], is_forbidden: bool) -> None:
+    def __init__(self, heard: list[str], is_forbidden: bool, groups: list[str] | None = None) -> None:
         super().__init__()
         self.heard = heard
         self.is_forbidden = is_forbidden
+        self.groups = [] if groups is None else groups
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func.namespace in _NAMESPACES and "wait_tensor" not in func.name():
             name = func.name().partition("::")[2].partition(".")[0].strip("_")
             self.heard.append(name)
+            self.groups.append(next(filter(None, map(_group_name, args)), ""))
             if self.is_forbidden:
                 raise Communicated(f"{name} was called where nothing may be communicated")
         return func(*args, **(kwargs or {}))
@@ -36,6 +39,25 @@ def collectives_heard() -> Iterator[list[str]]:
     heard: list[str] = []
     with _listen(heard, is_forbidden=False):
         yield heard
+
+
+@contextlib.contextmanager
+def collectives_by_group() -> Iterator[dict[str, list[str]]]:
+    """The same by the name of the process group; complete when the context is left."""
+    heard: list[str] = []
+    groups: list[str] = []
+    found: dict[str, list[str]] = {}
+    with _Listener(heard, is_forbidden=False, groups=groups):
+        yield found
+    for name, group in zip(heard, groups, strict=True):
+        found.setdefault(group, []).append(name)
+
+
+def _group_name(argument: Any) -> str:
+    """Of a process group as operators get it."""
+    if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+        return dist.ProcessGroup.unbox(argument).group_name
+    return ""
 
 
 @contextlib.contextmanager

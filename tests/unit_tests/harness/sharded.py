@@ -113,11 +113,10 @@ def shard(module: nn.Module, sharding: Sharding, dtypes: DtypePolicy = MAIN_FP32
     with poisoned_storage(sharding.is_poisoned):
         return fully_shard_model(
             module,
-            dp_shard_dim="dp",
             fsdp_unit_modules=sharding.units,
             zero_dp_strategy=sharding.strategy,
             mixed_precision_policy=MixedPrecisionPolicy(dtypes.main_params, dtypes.main_grads, dtypes.grad_comm),
-            **{"sync_model_each_microbatch": False, **mesh, **sharding.options},
+            **{"dp_shard_dim": "dp", "sync_model_each_microbatch": False, **mesh, **sharding.options},
         )
 
 

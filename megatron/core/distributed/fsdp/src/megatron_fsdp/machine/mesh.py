@@ -68,6 +68,12 @@ class FSDPDistributedIndex:
     def _check_names(self) -> None:
         if self.dp_shard_dim is None:
             raise ValueError("dp_shard_dim is None; name the dimension of device_mesh over which to shard parameters.")
+        for mesh_name, mesh in (("device_mesh", self.device_mesh), ("expt_device_mesh", self.expt_device_mesh)):
+            if mesh is not None and mesh.get_coordinate() is None:
+                raise ValueError(
+                    f"rank {dist.get_rank()} is not in {mesh_name}, which has ranks {mesh.mesh.flatten().tolist()}; "
+                    "only ranks that share the model build it."
+                )
         if (self.dp_outer_dim is None) != (self.hybrid_fsdp_group is None):
             names = ("dp_outer_dim", "hybrid_fsdp_group")
             given, missing = names if self.dp_outer_dim is not None else reversed(names)
