@@ -63,6 +63,9 @@ class Recipe:
     reduces_each_microbatch: bool = True
     """False for the strategies that accumulate locally and reduce once; it decides where communication rounds."""
 
+    reduced_once: tuple[str, ...] = ()
+    """Ends of names of parameters that accumulate locally whatever the strategy is: those that are not sharded."""
+
     is_mean_over_ranks: bool = True
     """False sums over ranks, as calculate_per_token_loss does."""
 
@@ -144,7 +147,7 @@ def _main_weights(model: nn.Module, dtypes: DtypePolicy) -> nn.Module:
                 if param not in replaced:
                     # A frozen weight has nothing to gain from a wider copy.
                     dtype = (dtypes.main_params if param.requires_grad else None) or param.dtype
-                    plain = torch.empty(param.shape, dtype=dtype).copy_(param.detach())
+                    plain = torch.empty(param.shape, dtype=dtype, device=param.device).copy_(param.detach())
                     replaced[param] = nn.Parameter(plain, requires_grad=param.requires_grad)
                 module._parameters[name] = replaced[param]
     return main
@@ -182,11 +185,11 @@ def _reduced_grads(
             fresh.append({name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in trainable.items()})
             for name, grad in fresh[-1].items():
                 local[rank][name] += grad
-        if reduces_each:
-            for name in total:
+        for name in total:
+            if reduces_each and not name.endswith(recipe.reduced_once):
                 total[name] += _reduce([grads[name] for grads in fresh], main_dtypes[name], recipe)  # rounds once
-    if not reduces_each:
-        for name, dtype in main_dtypes.items():
+    for name, dtype in main_dtypes.items():
+        if not reduces_each or name.endswith(recipe.reduced_once):
             total[name] = _reduce([grads[name] for grads in local], dtype, recipe).to(dtype)
     model.zero_grad(set_to_none=True)
     return losses, total

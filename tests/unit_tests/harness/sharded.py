@@ -71,13 +71,17 @@ class RankStep:
 @functools.cache
 def flat_mesh() -> DeviceMesh:
     """All ranks in one dimension; made once per process, because groups cost sockets."""
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    return init_device_mesh(_device_type(), (dist.get_world_size(),), mesh_dim_names=("dp",))
 
 
 @functools.cache
 def hybrid_mesh() -> DeviceMesh:
     """Two outer ranks times the rest."""
-    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("outer", "dp"))
+    return init_device_mesh(_device_type(), (2, dist.get_world_size() // 2), mesh_dim_names=("outer", "dp"))
+
+
+def _device_type() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
 @contextlib.contextmanager

@@ -1,0 +1,71 @@
+"""Every cell of the equivalence matrix equals one process, bit by bit or within its bound, and faults are seen."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.unit_tests.harness import matrix, matrix_runs
+from tests.unit_tests.harness.matrix import Cell
+from tests.unit_tests.harness.rank_pool import RankPool
+
+#: Of how many parts a world's cells are run in, to keep each test short.
+PARTS = {1: 1, 2: 2, 3: 2, 4: 4}
+
+
+def assert_equivalent(pool: RankPool, cells: list[Cell]) -> None:
+    found = matrix_runs.measured(cells, pool.run(matrix_runs.run_cells, cells, timeout_s=300))
+    wrong = matrix_runs.failures(cells, found)
+    assert not wrong, f"{len(wrong)} of {len(cells)} cells differ from one process:\n" + "\n".join(wrong[:10])
+
+
+@pytest.mark.parametrize(("world", "part"), [(world, part) for world, parts in PARTS.items() for part in range(parts)])
+def test_integers_equal_one_process_bit_by_bit(rank_pools: dict[int, RankPool], world: int, part: int) -> None:
+    assert_equivalent(rank_pools[world], matrix.cells_of(world, is_exact=True)[part :: PARTS[world]])
+
+
+@pytest.mark.parametrize(("world", "part"), [(1, 0), (2, 0), (3, 0), (4, 0), (4, 1)])
+def test_floats_equal_one_process_within_their_bounds(rank_pools: dict[int, RankPool], world: int, part: int) -> None:
+    assert_equivalent(rank_pools[world], matrix.cells_of(world, is_exact=False)[part :: 2 if world == 4 else 1])
+
+
+@pytest.mark.parametrize("fault", matrix_runs.SABOTAGES)
+def test_a_fault_makes_cells_fail(ranks2: RankPool, fault: str) -> None:
+    accumulates = fault == "micro-batches before the last are lost"
+    cells = [
+        next(cell for cell in matrix.cells_of(2, is_exact=is_exact) if _is_like(cell, strategy, 3))
+        for is_exact, strategy in itertools.product((True, False), (0, 1) if accumulates else range(4))
+    ]
+    found = matrix_runs.measured(cells, ranks2.run(matrix_runs.run_cells, cells, "cpu", fault))
+    assert len(matrix_runs.failures(cells, found)) == len(cells), f"{fault}: some cell does not see it"
+
+
+def _is_like(cell: Cell, strategy: int, microbatches: int) -> bool:
+    return cell.topology.strategy == strategy and cell.microbatches == microbatches
+
+
+@pytest.mark.parametrize("microbatches", matrix.ACCUMULATIONS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_the_integers_fit_bf16_and_every_trainable_parameter_matters(world: int, microbatches: int) -> None:
+    cell = next(c for c in matrix.cells_of(world, is_exact=True) if c.microbatches == microbatches)
+    moved = set()
+    for step in matrix_runs.reference(cell):
+        moved |= {name for name, grad in step.grads.items() if grad.any()}
+        for name, tensor in [*step.grads.items(), *step.weights.items()]:
+            assert torch.equal(tensor.bfloat16().double(), tensor), name
+    assert {name for name in step.grads if not name.endswith("unused")} == moved
+
+
+def test_the_cells_cover_what_the_document_says() -> None:
+    exact = [cell for cell in matrix.CELLS if cell.is_exact]
+    ways = {(c.topology, c.microbatches, c.recompute, c.dtypes.grad_comm) for c in exact}
+    assert len(ways) == len(matrix.TOPOLOGIES) * 2 * 3 * 3
+    for topology in matrix.TOPOLOGIES:
+        dtypes = {cell.dtypes for cell in exact if cell.topology == topology}
+        assert len(dtypes) == (36 if topology.world == 2 else 18), topology
+    for world in (1, 3, 4):
+        assert len({cell.dtypes for cell in exact if cell.topology.world == world}) == 36, world
+    floats = [cell for cell in matrix.CELLS if not cell.is_exact]
+    assert {cell.dtypes for cell in floats} == {cell.dtypes for cell in exact}
+    assert {cell.topology for cell in floats} == set(matrix.TOPOLOGIES)
+    assert len(set(matrix.CELLS)) == len(matrix.CELLS)

@@ -1,0 +1,171 @@
+"""Runs the equivalence matrix and writes docs/equivalence.md from what was measured."""
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.unit_tests.harness import matrix, matrix_runs
+from tests.unit_tests.harness.matrix import Bound, Cell, Topology
+from tests.unit_tests.harness.matrix_runs import Measure
+from tests.unit_tests.harness.rank_pool import RankPool, import_paths
+
+COMMAND = "python -m tests.unit_tests.harness.matrix --write docs/equivalence.md"
+_NO_CUDA = "Not run for this page. `tests/unit_tests/cuda/test_equivalence.py` runs the same cells and says how."
+
+
+def fingerprint() -> str:
+    """Changes with the enumeration."""
+    digest = hashlib.sha256("\n".join(cell.name for cell in matrix.CELLS).encode()).hexdigest()
+    return f"{len(matrix.CELLS)} cells, fingerprint {digest[:16]}"
+
+
+def groups(cells: Sequence[Cell]) -> Iterator[tuple[Topology, Bound, list[int]]]:
+    """Cells of a topology in one class, by their places in `cells`: one row of the document."""
+    for is_exact in (True, False):
+        for topology in matrix.TOPOLOGIES:
+            for bound in matrix.BOUNDS:
+                places = [
+                    place
+                    for place, cell in enumerate(cells)
+                    if (cell.is_exact, cell.topology, matrix.bound_of(cell)) == (is_exact, topology, bound)
+                ]
+                if places:
+                    yield topology, bound, places
+
+
+def group_names() -> list[str]:
+    """The beginnings of all rows, with the number of cells in each."""
+    return [row_name(topology, bound, len(places)) for topology, bound, places in groups(matrix.CELLS)]
+
+
+def row_name(topology: Topology, bound: Bound, count: int) -> str:
+    """Topology, class and number of cells."""
+    return f"| {topology.name} | {class_name(bound)} | {count} |"
+
+
+def class_name(bound: Bound) -> str:
+    """The letter under which a bound is explained."""
+    return "ABCDEF"[matrix.BOUNDS.index(bound)]
+
+
+def table(cells: Sequence[Cell], measures: Sequence[Measure]) -> list[str]:
+    """The rows of one run of the matrix."""
+    lines = [
+        "| topology | class | cells | bitwise equal | largest absolute | largest relative | bound | where |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for topology, bound, places in groups(cells):
+        found = [measures[place] for place in places]
+        worst = max(found, key=lambda one: one.relative)
+        bitwise = "all" if all(one.is_bitwise for one in found) else str(sum(one.is_bitwise for one in found))
+        absolute = max(one.absolute for one in found)
+        wanted = "bitwise" if bound.relative == 0 else f"{bound.relative:.0e}"
+        name = row_name(topology, bound, len(places))
+        lines.append(f"{name} {bitwise} | {absolute:.2g} | {worst.relative:.2g} | {wanted} | {worst.where} |")
+    return lines
+
+
+def run_everything() -> list[Measure]:
+    """Every cell on gloo, in the order of `matrix.CELLS`."""
+    pools = [RankPool(world) for world in (1, 2, 3, 4)]
+    try:
+        for pool in pools:
+            pool.run(matrix_runs.run_cells, [])  # started one after the other, then busy at the same time
+        with ThreadPoolExecutor(len(pools)) as threads:
+            by_cell = {cell: one for found in threads.map(_run_world, pools) for cell, one in found.items()}
+    finally:
+        for pool in pools:
+            pool.close()
+    return [by_cell[cell] for cell in matrix.CELLS]
+
+
+def _run_world(pool: RankPool) -> dict[Cell, Measure]:
+    cells = [cell for cell in matrix.CELLS if cell.topology.world == pool.world_size]
+    found: list[Measure] = []
+    for start in range(0, len(cells), 32):
+        some = cells[start : start + 32]
+        found += matrix_runs.measured(some, pool.run(matrix_runs.run_cells, some, timeout_s=300))
+    return dict(zip(cells, found, strict=True))
+
+
+def document(measures: Sequence[Measure], cuda: Mapping[str, Any] | None) -> str:
+    """The whole text."""
+    lines = [*_introduction(), "", "## On gloo", ""]
+    where = f"{platform.machine()} CPU, torch {torch.__version__}, Python {platform.python_version()}"
+    lines += [f"`{COMMAND}`, {where}:", "", *table(matrix.CELLS, measures), "", "## On GPUs", ""]
+    lines += cuda_section(cuda) if cuda else [_NO_CUDA]
+    lines += ["", "## Holes", "", "Nothing else is known to be left out.", "", *(f"- {hole}" for hole in matrix.HOLES)]
+    return "\n".join(lines) + "\n"
+
+
+def _introduction() -> list[str]:
+    parameters = [f"| `{name}` | {oddity} |" for name, oddity in matrix_runs.PARAMETERS.items()]
+    classes = [
+        f"| {class_name(bound)} | {f'{bound.relative:.0e}' if bound.relative else 'bitwise'} | {bound.reason} |"
+        for bound in matrix.BOUNDS
+    ]
+    return [
+        "# Equivalence with one process",
+        "",
+        "What sharded training computes, compared with a plain loop in one process. A command that runs every cell "
+        "writes it; `tests/unit_tests/gloo/test_equivalence.py` runs the same cells and fails if it is stale.",
+        "",
+        f"There are {fingerprint()}. Each trains {matrix.STEPS} steps; after each step all losses, every whole "
+        "gradient and every whole weight are compared. The reference neither shards nor recomputes.",
+        "",
+        "Integers: model, inputs, loss and optimizer (the sign of the gradient) are such that all numbers are small "
+        "integers, over a power of two; the reference computes them in fp64. The full product of topology, "
+        "accumulation (1, 3), recomputation (none, reentrant, non-reentrant) and communication dtype (fp32, bf16, "
+        "None) is run, and on 2 ranks every strategy with all 36 combinations of compute (fp32, bf16), main-parameter "
+        "(fp32, None), main-gradient and communication dtype (fp32, bf16, None). Floats: the same model with tanh, "
+        "normally distributed numbers and SGD with momentum.",
+        "",
+        "Every cell trains all of these parameters at once, two layers of them:",
+        "",
+        "| parameter | what is odd |",
+        "|---|---|",
+        *parameters,
+        "",
+        "Relative differences are to the largest loss, gradient or weight of the step, whichever it is. Classes:",
+        "",
+        "| class | bound | reason |",
+        "|---|---|---|",
+        *classes,
+    ]
+
+
+def cuda_section(cuda: Mapping[str, Any]) -> list[str]:
+    """What GPUs gave."""
+    lines = []
+    for run in cuda["runs"]:
+        cells = [matrix.CELLS[place] for place in run["cells"]]
+        lines += [f"`{cuda['command']}`, {run['ranks']} x {run['machine']}, {run['seconds']:.0f} s:", ""]
+        lines += [*table(cells, [Measure(**one) for one in run["measures"]]), ""]
+        if run["not_run"]:
+            names = "; ".join(matrix.CELLS[place].name for place in run["not_run"])
+            lines += [f"Not run, for want of time: {names}.", ""]
+    return lines
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, required=True, help="the document")
+    parser.add_argument("--cuda-results", type=Path, help="what cuda/test_equivalence.py wrote")
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.path[:0] = [path for path in import_paths() if path not in sys.path]
+    measures = run_everything()
+    cuda = json.loads(arguments.cuda_results.read_text()) if arguments.cuda_results else None
+    arguments.write.write_text(document(measures, cuda))
+    wrong = matrix_runs.failures(matrix.CELLS, measures)
+    sys.exit("\n".join(wrong) if wrong else 0)
