@@ -11,13 +11,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.training.data import DataStream
 from megatron.training.launch import RunError
 from megatron.training.state import Run
+from megatron_fsdp.nan_report import NonFiniteGradientError
 
 LOSS = "lm loss"
 """What a task's report calls the loss."""
 
 
 class NotFiniteError(RunError):
-    """A loss or a gradient norm is NaN or infinite."""
+    """A loss, a gradient or a gradient norm is NaN or infinite."""
 
     is_on_every_rank = True
 
@@ -43,7 +44,10 @@ def train_step(run: Run) -> StepResult:
         NotFiniteError: on every rank, if the configuration asks for the check.
     """
     run.optimizer.zero_grad()
-    loss = loss_of(forward_backward(run, run.streams.train, forward_only=False))
+    try:
+        loss = loss_of(forward_backward(run, run.streams.train, forward_only=False))
+    except NonFiniteGradientError as error:  # on every rank, and only if the configuration asks for the check
+        raise _not_finite(run, f"a gradient of iteration {run.state.iteration + 1} is not finite: {error}") from error
     if run.plan.checks_for_nan:
         _check_finite(run, "loss", loss)
     is_updated, grad_norm, num_zeros = run.optimizer.step()
@@ -87,8 +91,11 @@ def loss_of(total: torch.Tensor) -> torch.Tensor:
 def _check_finite(run: Run, name: str, value: torch.Tensor | float) -> None:
     # Every rank has the same value and so comes to the same end.
     if not math.isfinite(float(value)):
-        raise NotFiniteError(
-            f"the {name} of iteration {run.state.iteration + 1} is {float(value)}, with learning rate "
-            f"{run.optimizer.param_groups[0]['lr']:.3E}; lower --lr, or look at the data (samples from "
-            f"{run.state.consumed_train_samples} on). --no-check-for-nan-in-loss-and-grad goes on anyway"
-        )
+        raise _not_finite(run, f"the {name} of iteration {run.state.iteration + 1} is {float(value)}")
+
+
+def _not_finite(run: Run, what: str) -> NotFiniteError:
+    return NotFiniteError(
+        f"{what}, with learning rate {run.optimizer.param_groups[0]['lr']:.3E}; lower --lr, or look at the data "
+        f"(samples from {run.state.consumed_train_samples} on). --no-check-for-nan-in-loss-and-grad goes on anyway"
+    )

@@ -9,7 +9,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron.training.config.kernels import Machine, choose_kernels
-from megatron.training.config.plan import ffn_hidden_size, kv_channels, query_groups
+from megatron.training.config.plan import checks_for_nan, ffn_hidden_size, kv_channels, query_groups
 from megatron.training.config.schema import PrecisionConfig, RunConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "auto": None}
@@ -117,6 +117,7 @@ def to_ddp_config(config: RunConfig) -> Mapping[str, object]:
     return {
         **{name: getattr(ddp, name) for name in same},
         "use_distributed_optimizer": ddp.use_megatron_fsdp,
+        "check_for_nan_in_grad": checks_for_nan(config),
         "megatron_fsdp_main_params_dtype": _DTYPES[ddp.megatron_fsdp_main_params_dtype],
         "megatron_fsdp_main_grads_dtype": _DTYPES[ddp.megatron_fsdp_main_grads_dtype],
         "megatron_fsdp_grad_comm_dtype": _DTYPES[ddp.megatron_fsdp_grad_comm_dtype],

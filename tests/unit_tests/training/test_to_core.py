@@ -67,3 +67,11 @@ def test_ddp() -> None:
     assert fields["megatron_fsdp_main_params_dtype"] is torch.float32
     assert fields["megatron_fsdp_main_grads_dtype"] is None
     assert fields["megatron_fsdp_grad_comm_dtype"] is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("argv", "is_checked"),
+    [("", True), ("--no-check-for-nan-in-loss-and-grad", False), ("--fp16", False), ("--fp16 --loss-scale 8", True)],
+)
+def test_gradients_are_checked_unless_overflow_finds_the_loss_scale(argv: str, is_checked: bool) -> None:
+    assert to_ddp_config(load_config(f"{RUN} {argv}".split()))["check_for_nan_in_grad"] is is_checked
