@@ -27,7 +27,8 @@ specs = st.builds(
         st.tuples(st.integers(1, 3), st.integers(1, 6000)),
     ),
     st.sampled_from(KEYS),
-    st.sampled_from([1, 1, 1, 8]),
+    st.sampled_from([1, 1, 1, 8, 32, 128]),
+    st.sampled_from([False, False, False, True]),
 )
 
 
@@ -51,7 +52,10 @@ def test_every_parameter_is_in_one_group_of_its_own_kind(chosen, bucket):
 @fuzz
 def test_padding_stays_in_its_bound_where_more_than_one_parameter_shares(chosen, bucket):
     for group in plan_groups(chosen, SHARDS, bucket):
-        alone = [plan_layout([chosen[i].shape], group.layout.shard_count, [chosen[i].atom_rows]) for i in group.members]
+        alone = [
+            plan_layout([chosen[i].shape], group.layout.shard_count, [rows])
+            for i, rows in zip(group.members, group.atom_rows)
+        ]
         # Parameters that waste memory by themselves may do so together, if that is not more.
         wasted = sum(0 if padding_is_acceptable(layout) else layout.size - layout.used for layout in alone)
         assert padding_is_acceptable(group.layout) or group.layout.size - group.layout.used <= wasted
@@ -72,6 +76,33 @@ def test_buckets_are_cut_as_soon_as_they_are_full(chosen, bucket):
     for group in plan_groups(chosen, SHARDS, bucket):
         used = [plan_layout([chosen[index].shape], 1).used for index in group.members]
         assert sum(used) - max(used) < bucket or len(used) == 1
+
+
+@fuzz
+def test_a_group_says_which_rows_it_keeps_together(chosen, bucket):
+    for group in plan_groups(chosen, SHARDS, bucket):
+        layout = group.layout
+        for number, (index, rows) in enumerate(zip(group.members, group.atom_rows, strict=True)):
+            slot, spec = layout.slots[number], chosen[index]
+            # A wish for a single owner is never given up, one for blocks only for row atoms.
+            assert rows == (spec.shape[0] if spec.has_single_owner else rows) and rows in (1, spec.whole_rows)
+            for boundary in range(layout.shard_size, layout.size, layout.shard_size):
+                assert not slot.start < boundary < slot.end or (boundary - slot.start) % (slot.row * rows) == 0
+
+
+def test_blocks_of_rows_are_kept_where_they_fit_and_given_up_where_they_would_be_padding():
+    layer = [ParamSpec(shape, DENSE, 128) for shape in [(6144, 64), (4096, 64), (4096, 128)]]
+    (few,) = plan_groups(layer, {False: 8})
+    assert few.atom_rows == (128, 128, 128) and padding_is_acceptable(few.layout)
+    many = plan_groups(layer, {False: 256})
+    assert {rows for group in many for rows in group.atom_rows} == {1}
+    assert sum(group.layout.size - group.layout.used for group in many) < 0.05 * sum(g.layout.used for g in many)
+
+
+def test_a_single_owner_keeps_its_matrix_whatever_it_costs():
+    specs = [ParamSpec((4096, 128), DENSE, has_single_owner=True), ParamSpec((64, 128), DENSE)]
+    groups = plan_groups(specs, SHARDS)
+    assert [rows for group in groups for rows in group.atom_rows if group.members[0] == 0][0] == 4096
 
 
 def test_equal_parameters_share_one_group():

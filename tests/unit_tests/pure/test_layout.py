@@ -134,6 +134,44 @@ def test_atoms_of_whole_matrices_keep_each_on_one_rank():
         assert sorted(counts) == [0, 0, shape[0]]
 
 
+def test_whole_matrices_are_balanced_over_ranks():
+    layer = [(256, 64), (64, 256), (192, 64), (64, 64), (128, 64), (64, 128)]
+    layout = plan_layout(layer, 4, [shape[0] for shape in layer])
+    loads = [
+        sum(
+            layout.rows_on(slot, *layout.shard_bounds(shard)).count * math.prod(shape[1:])
+            for slot, shape in enumerate(layer)
+        )
+        for shard in range(4)
+    ]
+    assert layout.padding_ratio == 0.0 and len(set(loads)) == 1
+
+
+@fuzz
+def test_whole_matrices_cost_at_most_a_third_more_than_the_best_assignment(problem):
+    chosen, shard_count, _ = problem
+    layout = plan_layout(chosen, shard_count, [max(1, shape[0]) if shape else 1 for shape in chosen])
+    sizes = [math.prod(shape) for shape in chosen]
+    best = max(max(sizes), -(-sum(sizes) // shard_count), 1)  # or worse
+    assert layout.shard_size <= 2 * best * 33 / 32 + ALIGN
+    for slot, shape in enumerate(chosen):
+        counts = [layout.rows_on(slot, *layout.shard_bounds(shard)).count for shard in range(shard_count)]
+        assert sum(map(bool, counts)) <= 1 and sum(counts) == (shape[0] if shape else 1)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(problems(), st.randoms(use_true_random=False))
+def test_ranks_may_be_asked_in_any_order(problem, chance):
+    """A shard's bounds and rows are a function of its number alone, so whichever rank asks first changes nothing."""
+    chosen, shard_count, atoms = problem
+    layout = plan_layout(chosen, shard_count, atoms)
+    in_order = {k: [layout.rows_on(s, *layout.shard_bounds(k)) for s in range(len(chosen))] for k in range(shard_count)}
+    numbers = list(range(shard_count))
+    chance.shuffle(numbers)
+    again = plan_layout(chosen, shard_count, atoms)
+    assert {k: [again.rows_on(s, *again.shard_bounds(k)) for s in range(len(chosen))] for k in numbers} == in_order
+
+
 def test_a_layout_is_a_value():
     slot = Slot((4, 2), 0)
     layout = Layout((slot,), 8, 2)

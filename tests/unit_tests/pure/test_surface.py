@@ -16,6 +16,7 @@ from megatron_fsdp import (
     MixedPrecisionPolicy,
     ShardingStrategy,
     fsdp_no_shard,
+    fsdp_single_owner,
     fully_shard,
     fully_shard_model,
     fully_shard_optimizer,
@@ -174,6 +175,7 @@ EXPORTS = {
     "MixedPrecisionPolicy",
     "ShardingStrategy",
     "fsdp_no_shard",
+    "fsdp_single_owner",
     "fully_shard",
     "fully_shard_model",
     "fully_shard_optimizer",
@@ -271,7 +273,7 @@ def test_sharding_strategies():
 
 
 def test_fsdp_no_shard():
-    assert written(fsdp_no_shard) == "(module_or_param)"
+    assert written(fsdp_no_shard) == written(fsdp_single_owner) == "(module_or_param)"
 
 
 def test_exports():
@@ -298,6 +300,7 @@ def test_helpers_for_uneven_dtensors():
 
 def test_everything_public_is_documented():
     public = [fully_shard, fully_shard_model, fully_shard_optimizer, fsdp_no_shard, MegatronFSDP, FSDPDistributedIndex]
+    public.append(fsdp_single_owner)
     public += [getattr(MegatronFSDP, name) for name in METHODS]
     public += [getattr(FSDPDistributedIndex, name) for name in INDEX_METHODS]
     assert [item for item in public if not item.__doc__] == []

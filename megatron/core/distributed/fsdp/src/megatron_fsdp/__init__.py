@@ -17,7 +17,7 @@ from megatron_fsdp.package_info import (
     __shortversion__,
     __version__,
 )
-from megatron_fsdp.state.param_tags import fsdp_no_shard
+from megatron_fsdp.state.param_tags import fsdp_no_shard, fsdp_single_owner
 
 __all__ = [
     "DistributedDataParallelConfig",
@@ -37,6 +37,7 @@ __all__ = [
     "__shortversion__",
     "__version__",
     "fsdp_no_shard",
+    "fsdp_single_owner",
     "fully_shard",
     "fully_shard_model",
     "fully_shard_optimizer",

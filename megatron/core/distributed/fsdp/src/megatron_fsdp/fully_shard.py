@@ -23,7 +23,7 @@ from megatron_fsdp.config import (
 from megatron_fsdp.machine.device import default_device_type, join_device
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.optimizer import fully_shard_optimizer
+from megatron_fsdp.optimizer import check_before_sharding, fully_shard_optimizer
 from megatron_fsdp.optimizer_state import shard_state
 from megatron_fsdp.plan.strategy import NO_SHARD, OUTER_STRATEGIES
 
@@ -252,6 +252,10 @@ def fully_shard(
             f"of the optimizer's {len(held)} parameters {len(foreign)} are not of this {type(module).__name__}{first}; "
             "build it from module.parameters()."
         )
+    arguments = inspect.signature(fully_shard_model).bind(module, *args, **kwargs).arguments
+    strategy = strategy_name(arguments.get("zero_dp_strategy", 3), "zero_dp_strategy")
+    if strategy != NO_SHARD and not (dist.is_initialized() and dist.get_world_size() == 1):
+        check_before_sharding(optimizer)
     before = dict(module.named_parameters())
     model = fully_shard_model(module, *args, **kwargs)
     after = {fqn: param.sharded for param in model.param_and_grad_buffer.managed_params for fqn in param.fqns}

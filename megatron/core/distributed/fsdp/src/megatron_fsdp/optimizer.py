@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 import weakref
@@ -11,14 +12,20 @@ from typing import Any, NoReturn
 import torch
 
 from megatron_fsdp.optimizer_state import adopt_state, create_state, mark_state
+from megatron_fsdp.owner_step import (
+    check_state_can_be_stored,
+    check_whole,
+    create_owned_state,
+    step_as_owner,
+    whole_kind,
+)
 from megatron_fsdp.runtime.moment import check_not_taken
+from megatron_fsdp.state.param_tags import is_no_shard
 
 _MARK = "_megatron_fsdp_optimizer"
-#: Optimizers that cannot work on shards: class -> why.
+#: Optimizers that cannot work on shards, not even on whole matrices: class -> why.
 _UNFIT_FOR_SHARDS = {
-    "Adafactor": "its second moments are sums over rows and columns",
     "LBFGS": "its step is a product over all parameters",
-    "Muon": "it orthogonalizes whole matrices",
     "Rprop": "it picks elements by index, which DTensor cannot",
     "SparseAdam": "it takes sparse gradients only",
 }
@@ -36,7 +43,8 @@ def fully_shard_optimizer(
     All ranks must call both. `load_state_dict` takes full tensors too. Calling this again changes nothing.
 
     Args:
-        optimizer: any torch optimizer that updates element by element.
+        optimizer: any torch optimizer that updates element by element; or Muon, SOAP, Shampoo or Adafactor over
+            parameters that are marked by `fsdp_single_owner`.
         preproc_state_dict_for_dcp_ckpt: `optimizer.state_dict()` tells torch DCP where every shard lies, and has state
             even before the first step, so that there is something to load into.
 
@@ -54,9 +62,13 @@ def fully_shard_optimizer(
     _wrap_zero_grad(optimizer, model)
     adopt_state(optimizer)
     optimizer.register_load_state_dict_post_hook(adopt_state)
-    if preproc_state_dict_for_dcp_ckpt:
+    if _works_as_owner(optimizer):
+        optimizer.register_state_dict_pre_hook(check_state_can_be_stored)
+        optimizer.register_state_dict_pre_hook(create_owned_state)
+    elif preproc_state_dict_for_dcp_ckpt:
         bare_step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
         optimizer.register_state_dict_pre_hook(lambda opt: create_state(opt, bare_step))
+    if preproc_state_dict_for_dcp_ckpt:
         optimizer.register_state_dict_post_hook(lambda opt, state_dict: mark_state(opt))
     return optimizer
 
@@ -75,15 +87,33 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
         ValueError: `optimizer` cannot update shards and a parameter is spread over ranks, or its fused implementation
             knows no DTensors.
     """
+    _check_fits(optimizer, _is_spread)
+    for name in _WITHOUT_FUSED_RULE:
+        if _is_kind(optimizer, name) and any(group.get("fused") for group in optimizer.param_groups):
+            raise ValueError(f"{name}(fused=True) does not take the DTensors of a sharded model; use foreach=True.")
+
+
+def check_before_sharding(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses what `check_kind` would after sharding over several ranks.
+
+    Raises:
+        ValueError: `optimizer` cannot update shards, and not every parameter that it needs whole is marked.
+    """
+    _check_fits(optimizer, lambda param: not is_no_shard(param) and param.dim() > 0)
+
+
+def _check_fits(optimizer: torch.optim.Optimizer, is_spread: Callable[[torch.Tensor], bool]) -> None:
     for name, reason in _UNFIT_FOR_SHARDS.items():
-        if _is_kind(optimizer, name) and any(map(_is_spread, _params_of(optimizer))):
+        if _is_kind(optimizer, name) and any(map(is_spread, _params_of(optimizer))):
             raise ValueError(
                 f"{type(optimizer).__name__} cannot update parameters that are spread over ranks: {reason}. "
                 "Use an optimizer that updates element by element, or strategy 0."
             )
-    for name in _WITHOUT_FUSED_RULE:
-        if _is_kind(optimizer, name) and any(group.get("fused") for group in optimizer.param_groups):
-            raise ValueError(f"{name}(fused=True) does not take the DTensors of a sharded model; use foreach=True.")
+    check_whole(optimizer, is_spread)
+
+
+def _works_as_owner(optimizer: torch.optim.Optimizer) -> bool:
+    return whole_kind(optimizer) is not None and any(map(_is_spread, _params_of(optimizer)))
 
 
 def _is_kind(optimizer: torch.optim.Optimizer, name: str) -> bool:
@@ -132,6 +162,7 @@ def owner_reference(model: Any) -> weakref.ref:
 
 def _wrap_step(optimizer: torch.optim.Optimizer, model: Any) -> None:
     base = _unbound(optimizer.step)
+    run = functools.partial(_run_as_owner, base) if _works_as_owner(optimizer) else base
     with_state = 0
 
     def step(
@@ -148,7 +179,7 @@ def _wrap_step(optimizer: torch.optim.Optimizer, model: Any) -> None:
             model.finish_grad_sync()
             args = tuple(_synchronized(arg, model) for arg in args)
             kwargs = {name: _synchronized(arg, model) for name, arg in kwargs.items()}
-        result = base(self, *args, **kwargs)
+        result = run(self, *args, **kwargs)
         if len(self.state) != with_state:  # torch's own full_tensor of what the optimizer has just made would be wrong
             mark_state(self)
             with_state = len(self.state)
@@ -157,6 +188,10 @@ def _wrap_step(optimizer: torch.optim.Optimizer, model: Any) -> None:
         return result
 
     _bind(optimizer, "step", step, base)
+
+
+def _run_as_owner(base: Callable, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    return step_as_owner(optimizer, base, *args, **kwargs)
 
 
 def _synchronized(argument: Any, model: Any) -> Any:

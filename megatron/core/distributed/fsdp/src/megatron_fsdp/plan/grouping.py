@@ -35,6 +35,14 @@ class ParamSpec:
     shape: tuple[int, ...]
     key: GroupKey
     atom_rows: int = 1
+    """Rows that the weight's format wants on one rank; given up where that would cost too much padding."""
+    has_single_owner: bool = False
+    """All rows stay on one rank, whatever the padding."""
+
+    @property
+    def whole_rows(self) -> int:
+        """Rows that no shard boundary may cut."""
+        return max(1, self.shape[0]) if self.has_single_owner and self.shape else self.atom_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +52,8 @@ class GroupPlan:
     key: GroupKey
     members: tuple[int, ...]
     layout: Layout
+    atom_rows: tuple[int, ...]
+    """By member, rows that no shard boundary cuts: what its spec asks for, or 1 where that was given up."""
 
 
 def plan_groups(
@@ -63,9 +73,26 @@ def plan_groups(
     for key, members in by_key.items():
         shard_count = 1 if key.is_replicated else shards_of[key.is_expert]
         for bucket in _buckets(specs, members, bucket_numel):
-            for part in _split_by_padding(specs, bucket, shard_count):
-                groups.append(GroupPlan(key, tuple(part), _layout(specs, part, shard_count)))
+            groups += _plan_bucket(key, specs, bucket, shard_count)
     return tuple(sorted(groups, key=lambda group: group.members[0]))
+
+
+def _plan_bucket(key: GroupKey, specs: Sequence[ParamSpec], bucket: list[int], shard_count: int) -> list[GroupPlan]:
+    """`bucket` as groups, with row atoms for parameters whose blocks of rows would cost too much padding.
+
+    Blocks do not scale for ever: with fewer blocks than ranks most of a buffer would be padding.
+    """
+    parts = _split_by_padding(specs, bucket, shard_count)
+    costly = sorted(i for part in parts if _wasted(specs, part, shard_count) for i in part)
+    relaxed = list(specs)
+    for index in costly:
+        relaxed[index] = dataclasses.replace(specs[index], atom_rows=1)
+    fallback = _split_by_padding(relaxed, costly, shard_count) if costly else []
+    parts = [part for part in parts if not _wasted(specs, part, shard_count)] + fallback
+    return [
+        GroupPlan(key, tuple(part), _layout(relaxed, part, shard_count), tuple(relaxed[i].whole_rows for i in part))
+        for part in parts
+    ]
 
 
 def padding_is_acceptable(layout: Layout) -> bool:
@@ -75,7 +102,7 @@ def padding_is_acceptable(layout: Layout) -> bool:
 
 
 def _layout(specs: Sequence[ParamSpec], members: Sequence[int], shard_count: int) -> Layout:
-    return plan_layout([specs[i].shape for i in members], shard_count, [specs[i].atom_rows for i in members])
+    return plan_layout([specs[i].shape for i in members], shard_count, [specs[i].whole_rows for i in members])
 
 
 def _buckets(specs: Sequence[ParamSpec], members: list[int], bucket_numel: int | None) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
 from collections.abc import Sequence
 
@@ -90,9 +91,7 @@ class Layout:
         return RowRange((first - place.start) // place.row, (last - first) // place.row, first)
 
 
-def plan_layout(
-    shapes: Sequence[tuple[int, ...]], shard_count: int, atom_rows: Sequence[int] | None = None
-) -> Layout:
+def plan_layout(shapes: Sequence[tuple[int, ...]], shard_count: int, atom_rows: Sequence[int] | None = None) -> Layout:
     """The smallest buffer found for `shapes` in which no shard boundary cuts an atom.
 
     Shards are equal, so that one collective moves the buffer. A parameter cut by at most one boundary only needs its
@@ -102,14 +101,15 @@ def plan_layout(
     Args:
         shapes: parameter shapes; slots keep this order.
         shard_count: ranks that share the buffer.
-        atom_rows: per parameter, how many dim-0 rows must stay on one rank; 1 when omitted.
+        atom_rows: per parameter, how many dim-0 rows must stay on one rank; 1 when omitted. The parameter's whole
+            length keeps it on one rank.
     """
     atom_rows = [1] * len(shapes) if atom_rows is None else list(atom_rows)
     pieces = [_Piece.of(i, tuple(shape), rows) for i, (shape, rows) in enumerate(zip(shapes, atom_rows, strict=True))]
     by_atom = sorted(pieces, key=lambda piece: (-piece.atom, piece.index))
     by_numel = sorted(pieces, key=lambda piece: (-piece.numel, piece.index))
-    orders = (pieces, by_atom, by_numel)
-    shard_size, starts = min((_pack(order, shard_count) for order in orders), key=lambda packed: packed[0])
+    packed = [_pack(order, shard_count) for order in (pieces, by_atom, by_numel)]
+    shard_size, starts = min([*packed, _balance(by_numel, shard_count)], key=lambda found: found[0])
     slots = tuple(Slot(tuple(shape), starts[i]) for i, shape in enumerate(shapes))
     return Layout(slots, shard_size * shard_count, shard_count)
 
@@ -147,6 +147,25 @@ def _pack(pieces: Sequence[_Piece], shard_count: int) -> tuple[int, dict[int, in
             return size, starts
         # Steps of half a percent bound both the search (a few hundred tries) and what it can waste.
         size += max(1, size // 200)
+
+
+def _balance(pieces: Sequence[_Piece], shard_count: int) -> tuple[int, dict[int, int]]:
+    """Shard size and starts with every piece whole on one rank, each given to the rank that holds least.
+
+    Largest first, this is at most a third larger than the best assignment: what many whole matrices need.
+    """
+    loads = [(0, shard) for shard in range(shard_count)]
+    places: dict[int, tuple[int, int]] = {}
+    for piece in pieces:
+        load, shard = heapq.heappop(loads)
+        offset = -(-load // piece.align) * piece.align
+        places[piece.index] = shard, offset
+        heapq.heappush(loads, (offset + piece.numel, shard))
+    size = max(1, *(load for load, _ in loads))
+    aligned = -(-size // ALIGN) * ALIGN
+    if aligned - size <= size * ALIGN_COST:
+        size = aligned
+    return size, {index: shard * size + offset for index, (shard, offset) in places.items()}
 
 
 def _place(pieces: Sequence[_Piece], size: int, shard_count: int) -> dict[int, int] | None:

@@ -20,7 +20,7 @@ from megatron_fsdp.runtime.materialize import check_resettable, materialize, mat
 from megatron_fsdp.runtime.unit import Unit
 from megatron_fsdp.state.codec import codec_for
 from megatron_fsdp.state.param_group import GroupFacts, ParamGroup
-from megatron_fsdp.state.param_tags import is_no_shard
+from megatron_fsdp.state.param_tags import has_single_owner, is_no_shard
 from megatron_fsdp.state.tensor_parallel import local_part
 
 
@@ -124,7 +124,8 @@ def _plan_groups(plan: UnitPlan, request: BuildRequest) -> tuple[GroupPlan, ...]
             is_expert=_is_expert(param.raw),
             is_replicated=is_no_shard(param.raw) or param.raw.dim() == 0,
         )
-        specs.append(ParamSpec(tuple(local_part(param.raw).shape), key, codec.atom_rows(param.raw)))
+        shape = tuple(local_part(param.raw).shape)
+        specs.append(ParamSpec(shape, key, codec.atom_rows(param.raw), has_single_owner(param.raw)))
     shards = {is_expert: _shard_count(request, is_expert) for is_expert in {spec.key.is_expert for spec in specs}}
     return plan_groups(specs, shards, request.config.bucket_numel if plan.is_root else None)
 
@@ -167,6 +168,7 @@ def _make_group(plan: UnitPlan, request: BuildRequest, number: int, group: Group
         params=params,
         fqns=tuple(plan.params[i].fqn for i in group.members),
         layout=group.layout,
+        atom_rows=group.atom_rows,
         plan=strategy,
         axes=request.index.axes(group.key.is_expert),
         codec=codec,

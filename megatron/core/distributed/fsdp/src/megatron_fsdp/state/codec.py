@@ -30,6 +30,10 @@ class Shard:
     """(rows, *rest) in the main dtype; zero rows where the rank owns none."""
     planes: tuple[torch.Tensor, ...]
     """The same rows of each plane, in the plane's dtype."""
+    first_row: int = 0
+    """Number of the first of these rows in the parameter."""
+    atom_rows: int = 1
+    """Rows from row 0 on that lie on one rank together: as `WeightCodec.atom_rows` asks, or 1 if that cost too much."""
 
 
 class WeightCodec(Protocol):
@@ -45,7 +49,8 @@ class WeightCodec(Protocol):
         """Dtype in which autograd delivers this parameter's gradient."""
 
     def atom_rows(self, param: torch.nn.Parameter) -> int:
-        """Rows that must stay on one rank for this format."""
+        """Rows that should stay on one rank for this format. Where that would be mostly padding they do not, and
+        `encode` is told so by `Shard.atom_rows`: what a block of rows has in common is then the ranks' to agree on."""
 
     def initial_main(self, param: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         """The full main weight to start from, shaped as the parameter (a DTensor: as its local tensor)."""

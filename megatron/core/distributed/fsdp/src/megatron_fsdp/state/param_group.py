@@ -37,6 +37,8 @@ class GroupFacts:
     is_expert: bool
     is_replicated: bool
     device: torch.device
+    atom_rows: tuple[int, ...] = ()
+    """By parameter, rows that no shard boundary cuts; none given: 1."""
 
 
 class ParamGroup:
@@ -197,8 +199,15 @@ class ParamGroup:
     def _cut(self) -> list[Shard]:
         """What the codec encodes: this rank's rows of every parameter, as views that last as long as the buffers."""
         parts = [weight.part(self.plan.main_weight) for weight in self._weights]
+        atom_rows = self.facts.atom_rows or (1,) * len(self.params)
         return [
-            Shard(param, self.main_weight_buffer.view(slot), tuple(part.view(slot) for part in parts))
+            Shard(
+                param,
+                self.main_weight_buffer.view(slot),
+                tuple(part.view(slot) for part in parts),
+                first_row=self.main_weight_buffer.rows(slot).first,
+                atom_rows=atom_rows[slot],
+            )
             for slot, param in enumerate(self.params)
         ]
 

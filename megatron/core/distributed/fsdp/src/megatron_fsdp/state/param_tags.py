@@ -1,13 +1,15 @@
-"""Attributes of a Parameter that must survive its replacement, and `fsdp_no_shard`."""
+"""Attributes of a Parameter that must survive its replacement, and what users say with them about sharding."""
 
 from __future__ import annotations
 
 import torch
 
 NO_SHARD_TAG = "_fsdp_no_shard"
+SINGLE_OWNER_TAG = "_fsdp_single_owner"
 #: Read by megatron-core, TransformerEngine or optimizers from whatever object stands for the parameter.
 PARAM_TAGS: tuple[str, ...] = (
     NO_SHARD_TAG,
+    SINGLE_OWNER_TAG,
     "tensor_model_parallel",
     "partition_dim",
     "partition_stride",
@@ -38,16 +40,38 @@ def fsdp_no_shard(module_or_param: torch.nn.Module | torch.nn.Parameter) -> None
     Raises:
         TypeError: `module_or_param` is neither a module nor a parameter.
     """
+    _tag(module_or_param, NO_SHARD_TAG, "fsdp_no_shard")
+
+
+def fsdp_single_owner(module_or_param: torch.nn.Module | torch.nn.Parameter) -> None:
+    """Shards by whole parameters: all rows of this one, or of each one of a module, lie on one rank, its owner.
+
+    For optimizers that need whole matrices (Muon, SOAP, Shampoo, Adafactor): the owner updates a matrix alone, without
+    communication. Matrices of one unit are spread over the ranks by size; what that costs in padding is in the table
+    that is logged after sharding. Call it before sharding; it holds for parameters that exist now.
+
+    Raises:
+        TypeError: `module_or_param` is neither a module nor a parameter.
+    """
+    _tag(module_or_param, SINGLE_OWNER_TAG, "fsdp_single_owner")
+
+
+def _tag(module_or_param: torch.nn.Module | torch.nn.Parameter, tag: str, function: str) -> None:
     if isinstance(module_or_param, torch.nn.Module):
         params = list(module_or_param.parameters())
     elif isinstance(module_or_param, torch.nn.Parameter):
         params = [module_or_param]
     else:
-        raise TypeError(f"fsdp_no_shard expects a Module or a Parameter, got {type(module_or_param).__name__}.")
+        raise TypeError(f"{function} expects a Module or a Parameter, got {type(module_or_param).__name__}.")
     for param in params:
-        setattr(param, NO_SHARD_TAG, True)
+        setattr(param, tag, True)
 
 
 def is_no_shard(param: torch.Tensor) -> bool:
     """True if `fsdp_no_shard` marked this parameter."""
     return getattr(param, NO_SHARD_TAG, False)
+
+
+def has_single_owner(param: torch.Tensor) -> bool:
+    """True if `fsdp_single_owner` marked this parameter."""
+    return getattr(param, SINGLE_OWNER_TAG, False)
