@@ -1,5 +1,6 @@
 """Every cell of the equivalence matrix equals one process, bit by bit or within its bound, and faults are seen."""
 
+import functools
 import itertools
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from tests.unit_tests.harness import matrix, matrix_runs
 from tests.unit_tests.harness.matrix import Cell
 from tests.unit_tests.harness.rank_pool import RankPool
+from tests.unit_tests.harness.reference import DtypePolicy, train_reference
 
 #: Of how many parts a world's cells are run in, to keep each test short.
 PARTS = {1: 1, 2: 2, 3: 2, 4: 4}
@@ -44,16 +46,28 @@ def _is_like(cell: Cell, strategy: int, microbatches: int) -> bool:
     return cell.topology.strategy == strategy and cell.microbatches == microbatches
 
 
+NARROW = [
+    DtypePolicy(compute=matrix.BF16, main_params=None, main_grads=matrix.BF16, grad_comm=matrix.BF16),
+    DtypePolicy(compute=matrix.FP32, main_params=matrix.FP32, main_grads=matrix.BF16, grad_comm=matrix.BF16),
+]
+
+
 @pytest.mark.parametrize("microbatches", matrix.ACCUMULATIONS)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_the_integers_fit_bf16_and_every_trainable_parameter_matters(world: int, microbatches: int) -> None:
     cell = next(c for c in matrix.cells_of(world, is_exact=True) if c.microbatches == microbatches)
-    moved = set()
-    for step in matrix_runs.reference(cell):
-        moved |= {name for name, grad in step.grads.items() if grad.any()}
-        for name, tensor in [*step.grads.items(), *step.weights.items()]:
-            assert torch.equal(tensor.bfloat16().double(), tensor), name
-    assert {name for name in step.grads if not name.endswith("unused")} == moved
+    expected = matrix_runs.reference(cell)
+    moved = {name for step in expected for name, grad in step.grads.items() if grad.any()}
+    assert moved == {name for name in expected[0].grads if not name.endswith("unused")}
+    batches = matrix_runs.batches_of(True, microbatches, world, "cpu")
+    for dtypes, reduces_each in itertools.product(NARROW, (True, False)):
+        recipe = matrix_runs.recipe_of(True, cell.is_mean, dtypes, reduces_each)
+        came = train_reference(functools.partial(matrix_runs.build, True, None, "cpu"), batches, recipe)
+        for ours, theirs in zip(came, expected, strict=True):
+            assert ours.losses == theirs.losses
+            for name, grad in theirs.grads.items():
+                assert torch.equal(ours.grads[name].double(), grad), name
+                assert torch.equal(ours.weights[name].double(), theirs.weights[name]), name
 
 
 def test_the_cells_cover_what_the_document_says() -> None:
