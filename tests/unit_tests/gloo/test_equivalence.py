@@ -2,15 +2,17 @@
 
 import functools
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.unit_tests.harness import matrix, matrix_runs
+from tests.unit_tests.harness import matrix, matrix_document, matrix_runs
 from tests.unit_tests.harness.matrix import Cell
 from tests.unit_tests.harness.rank_pool import RankPool
 from tests.unit_tests.harness.reference import DtypePolicy, train_reference
 
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs/equivalence.md"
 #: Of how many parts a world's cells are run in, to keep each test short.
 PARTS = {1: 1, 2: 2, 3: 2, 4: 4}
 
@@ -83,3 +85,11 @@ def test_the_cells_cover_what_the_document_says() -> None:
     assert {cell.dtypes for cell in floats} == {cell.dtypes for cell in exact}
     assert {cell.topology for cell in floats} == set(matrix.TOPOLOGIES)
     assert len(set(matrix.CELLS)) == len(matrix.CELLS)
+
+
+def test_the_document_lists_the_cells_that_there_are() -> None:
+    written = DOCUMENT.read_text()
+    stale = "docs/equivalence.md is stale: python -m tests.unit_tests.harness.matrix --write docs/equivalence.md"
+    assert matrix_document.fingerprint() in written, stale
+    for line in (*matrix_document.group_names(), *matrix.HOLES, *matrix_runs.PARAMETERS):
+        assert line in written, f"{stale} ({line!r} is missing)"

@@ -176,7 +176,7 @@ HOLES: tuple[str, ...] = (
     "ranks) is run for each choice of topology, accumulation, recomputation and communication dtype: half of the 36 "
     "combinations of dtypes on each topology and the other half on its neighbour.",
     "Floats: a sixth of the 36 combinations of dtypes is run on each topology (another sixth on the next), each with "
-    "one pair of accumulation and recomputation.",
+    "one pair of accumulation and recomputation. All of one topology's share have one communication dtype.",
     "Integers at 3 ranks are summed, not averaged: a third is no binary number. The floats are averaged there.",
     "Strategies 0, 1 and 2 inside an outer axis that shards: the engine refuses them.",
     "Outer axes other than 2 x 2 (2 x 1 is in gloo/test_parity.py), and more than 4 ranks.",

@@ -116,8 +116,8 @@ def _introduction() -> list[str]:
     return [
         "# Equivalence with one process",
         "",
-        "What sharded training computes, compared with a plain loop in one process. A command that runs every cell "
-        "writes it; `tests/unit_tests/gloo/test_equivalence.py` runs the same cells and fails if it is stale.",
+        "What sharded training computes, compared with a plain loop in one process. A command that runs all cells "
+        "writes the page; `tests/unit_tests/gloo/test_equivalence.py` runs the same and fails if it is stale.",
         "",
         f"There are {fingerprint()}. Each trains {matrix.STEPS} steps; after each step all losses, every whole "
         "gradient and every whole weight are compared. The reference neither shards nor recomputes.",
