@@ -177,17 +177,18 @@ def compare(values: Mapping[str, Any], saved: Metadata) -> Difference:
 
 
 def _rng_source(run: Run, saved: Metadata) -> str:
-    """Whose random states this rank takes: its own, or rank 0's, as data-parallel ranks start with the same."""
+    """Whose random states this rank takes: its own, or the first's of its data-parallel ranks, which start alike."""
     parts = (name.split(".") for name in saved.state_dict_metadata)
     there = {part[1] for part in parts if part[0] == "rng_state"}
     if len(there) < run.world.ranks.world_size:
         logger.warning(
-            "the checkpoint was saved on %d ranks; the others take rank 0's random states",
+            "the checkpoint was saved on %d ranks; the others take random states of the first",
             len(there),
             extra=ON_EVERY_RANK,
         )
-    own = rank_key(run.world.ranks.rank)
-    return own if own in there else rank_key(0)
+    rank = run.world.ranks.rank
+    choices = (rank_key(rank), rank_key(rank % run.config.dist.tensor_model_parallel_size))
+    return next((choice for choice in choices if choice in there), rank_key(0))
 
 
 def _without(values: Mapping[str, Any], names: set[str], prefix: str = "") -> dict[str, Any]:

@@ -114,7 +114,7 @@ def plan_run(config: RunConfig, world_size: int, padded_vocab_size: int, machine
     `padded_vocab_size` is the tokenizer's, which alone knows its vocabulary.
     """
     machine = machine or Machine.probe()
-    data_parallel_size = world_size
+    data_parallel_size = world_size // config.dist.tensor_model_parallel_size
     ranks_batch = config.train.micro_batch_size * data_parallel_size
     batch = config.train.global_batch_size or ranks_batch
     iters = config.train.train_iters or (config.train.train_samples or 0) // batch

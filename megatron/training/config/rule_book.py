@@ -15,6 +15,8 @@ class Setting:
 
     world_size: int
     """Number of ranks."""
+    tensor_parallel_size: int
+    """Of them, how many split each layer."""
     machine: Machine
     """What each of them finds."""
     kernels: Kernels
@@ -23,7 +25,7 @@ class Setting:
     @property
     def data_parallel_size(self) -> int:
         """Ranks that see different samples."""
-        return self.world_size
+        return max(1, self.world_size // max(1, self.tensor_parallel_size))
 
 
 Rule = Callable[[RunConfig, Setting], str | Iterator[str] | None]

@@ -27,7 +27,12 @@ def check(config: RunConfig, world_size: int, machine: Machine | None = None) ->
     Needs no process group and gives the same answer on every rank of a uniform cluster.
     """
     machine = machine or Machine.probe()
-    setting = Setting(world_size=world_size, machine=machine, kernels=choose_kernels(config, machine))
+    setting = Setting(
+        world_size=world_size,
+        tensor_parallel_size=config.dist.tensor_model_parallel_size,
+        machine=machine,
+        kernels=choose_kernels(config, machine),
+    )
     found = violations(config, setting)
     if found:
         raise ConfigError(found)

@@ -15,7 +15,8 @@ POSITIVE = (*REQUIRED[:5], "model.ffn_hidden_size", "model.kv_channels", "model.
             "checkpoint.save_interval", "logger.log_interval", "logger.tensorboard_log_interval",
             "data.num_dataset_builder_threads",
             "tokenizer.make_vocab_size_divisible_by", "tokenizer.vocab_size", "tokenizer.padded_vocab_size",
-            "recompute.recompute_num_layers", "dist.distributed_timeout_minutes", "scheduler.lr_decay_iters",
+            "recompute.recompute_num_layers", "dist.distributed_timeout_minutes",
+            "dist.tensor_model_parallel_size", "scheduler.lr_decay_iters",
             "scheduler.lr_decay_samples", "scheduler.lr_wsd_decay_iters",
             "scheduler.lr_wsd_decay_samples")  # fmt: skip
 

@@ -3,15 +3,14 @@
 from collections.abc import Iterator
 
 from megatron.training.config.flags import all_flags
+from megatron.training.config.plan import ffn_hidden_size, query_groups
 from megatron.training.config.rule_book import Setting, rule, value_of
 from megatron.training.config.schema import RunConfig
 
 NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
-    "dist.tensor_model_parallel_size": ((1,), "only data parallelism is supported"),
-    "dist.pipeline_model_parallel_size": ((1,), "only data parallelism is supported"),
-    "dist.context_parallel_size": ((1,), "only data parallelism is supported"),
-    "dist.expert_model_parallel_size": ((1,), "only data parallelism is supported"),
-    "dist.sequence_parallel": ((False,), "it splits over tensor-parallel ranks, which are not supported"),
+    "dist.pipeline_model_parallel_size": ((1,), "only data and tensor parallelism are supported"),
+    "dist.context_parallel_size": ((1,), "only data and tensor parallelism are supported"),
+    "dist.expert_model_parallel_size": ((1,), "only data and tensor parallelism are supported"),
     "dist.use_torch_fsdp2": ((False,), "use --use-megatron-fsdp"),
     "model.num_experts": ((None,), "only dense models are supported"),
     "model.use_mcore_models": ((True,), "megatron-core's models are the only ones"),
@@ -44,6 +43,38 @@ def not_here_yet(config: RunConfig, setting: Setting) -> Iterator[str]:
             flag = all_flags()[path]
             spelled = f"{flag.on[0]} {value}" if flag.base is not bool else flag.on[0] if value else flag.off[0]
             yield f"{spelled} is not supported here; {advice}"
+
+
+@rule
+def tensor_parallel_ranks_share_evenly(config: RunConfig, setting: Setting) -> Iterator[str]:
+    """Every tensor-parallel rank has as much of each layer."""
+    ranks, model = config.dist.tensor_model_parallel_size, config.model
+    if ranks <= 1:
+        return
+    parts = {
+        f"{setting.world_size} ranks": setting.world_size,
+        f"--num-attention-heads {model.num_attention_heads}": model.num_attention_heads,
+        f"--num-query-groups {model.num_query_groups}": query_groups(model),
+        "the width of the MLP (--ffn-hidden-size)": ffn_hidden_size(model) if model.hidden_size else None,
+    }
+    for name, number in parts.items():
+        if number and number % ranks:
+            yield f"--tensor-model-parallel-size {ranks} does not divide {name}"
+
+
+@rule
+def sequence_parallelism_has_ranks(config: RunConfig, setting: Setting) -> Iterator[str]:
+    """Tensor-parallel ranks share the sequence between their layers, where norms must know of it."""
+    ranks, model = config.dist.tensor_model_parallel_size, config.model
+    if not config.dist.sequence_parallel:
+        return
+    if ranks <= 1:
+        yield "--sequence-parallel needs --tensor-model-parallel-size above 1"
+    elif config.data.seq_length and config.data.seq_length % ranks:
+        yield f"--tensor-model-parallel-size {ranks} does not divide --seq-length {config.data.seq_length}"
+    has_apex_norm = setting.machine.has_apex_layer_norm and model.normalization == "LayerNorm"
+    if setting.kernels.transformer_impl == "local" and not has_apex_norm:
+        yield "--sequence-parallel needs norms of TransformerEngine, or Apex's LayerNorm; leave it out"
 
 
 @rule

@@ -24,7 +24,7 @@ class DistConfig:
     """How long a collective may take before the run is aborted."""
 
     tensor_model_parallel_size: int = 1
-    """Ranks that split each layer. Only 1 here yet."""
+    """Ranks that split each layer, next to each other; the others are data-parallel."""
 
     pipeline_model_parallel_size: int = 1
     """Ranks that split the stack of layers. Only 1 here yet."""
@@ -36,7 +36,7 @@ class DistConfig:
     """Ranks that split the experts. Only 1 here yet."""
 
     sequence_parallel: bool = False
-    """Split activations over tensor-parallel ranks. Not supported here yet."""
+    """Split activations between layers over tensor-parallel ranks; needs TransformerEngine or Apex."""
 
     use_tp_pp_dp_mapping: bool = False
     """Order ranks tensor-pipeline-data. Not supported with Megatron-FSDP."""

@@ -64,6 +64,8 @@ def to_transformer_config(config: RunConfig, machine: Machine | None = None) -> 
         **{name: getattr(kernels, name) for name in _FROM_KERNELS},
         **_activation(config, machine),
         **_initialization(config),
+        tensor_model_parallel_size=config.dist.tensor_model_parallel_size,
+        sequence_parallel=config.dist.sequence_parallel,
         ffn_hidden_size=ffn_hidden_size(model),
         kv_channels=kv_channels(model),
         num_query_groups=query_groups(model),

@@ -44,7 +44,12 @@ def found_by(name: str, argv: str, machine: Machine = CPU, world_size: int = 2) 
     """What one rule says about a command line, as text."""
     (function,) = (function for function in RULES if function.__name__ == name)
     config = load_config(argv.split())
-    setting = Setting(world_size=world_size, machine=machine, kernels=choose_kernels(config, machine))
+    setting = Setting(
+        world_size=world_size,
+        tensor_parallel_size=config.dist.tensor_model_parallel_size,
+        machine=machine,
+        kernels=choose_kernels(config, machine),
+    )
     result = function(config, setting)
     return result if isinstance(result, str) else "\n".join(result or ())
 
@@ -131,7 +136,19 @@ CASES = [
     ),
     ("tensorboard_flags_have_their_directory", "--log-memory-to-tensorboard", "needs --tensorboard-dir"),
     ("collections_are_manual", "--manual-gc-interval 5", "needs --manual-gc"),
-    ("not_here_yet", "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 is not supported here"),
+    ("not_here_yet", "--context-parallel-size 2", "--context-parallel-size 2 is not supported here"),
+    (
+        "tensor_parallel_ranks_share_evenly",
+        "--tensor-model-parallel-size 2 --num-attention-heads 1",
+        "--tensor-model-parallel-size 2 does not divide --num-attention-heads 1",
+    ),
+    ("tensor_parallel_ranks_share_evenly", "--tensor-model-parallel-size 4", "4 does not divide 2 ranks"),
+    ("sequence_parallelism_has_ranks", "--sequence-parallel", "needs --tensor-model-parallel-size above 1"),
+    (
+        "sequence_parallelism_has_ranks",
+        "--sequence-parallel --tensor-model-parallel-size 2 --transformer-impl local",
+        "needs norms of TransformerEngine",
+    ),
     ("not_here_yet", "--use-nccl-ub", "--use-nccl-ub is not supported here"),
     ("not_here_yet", "--no-use-mcore-models", "--no-use-mcore-models is not supported here"),
     ("megatron_fsdp_wraps_the_model", "", "--data-parallel-sharding-strategy no_shard"),
@@ -197,7 +214,7 @@ def test_rules_name_fields_that_exist() -> None:
 
 def test_all_violations_come_in_one_error() -> None:
     with pytest.raises(ConfigError) as raised:
-        check(load_config(f"{RUN} --bf16 --fp16 --tensor-model-parallel-size 2 --save-interval 3".split()), 2, CPU)
+        check(load_config(f"{RUN} --bf16 --fp16 --context-parallel-size 2 --save-interval 3".split()), 2, CPU)
     assert len(raised.value.problems) == 3
     text = format_problems(raised.value)
     assert text.startswith("The configuration has 3 problems:\n  - ")
