@@ -134,7 +134,7 @@ def what_is_shared(inner, dtypes):
     group = make_group(inner, "no_shard", dtypes, pool=ResizePool())
     main, weight = group.main_weight_buffer, group.model_weight_buffer
     shares = main.data.untyped_storage().data_ptr() == weight.data.untyped_storage().data_ptr()
-    return shares, group.persistent_nbytes, group.gathered_nbytes, group.layout.size
+    return shares, group.persistent_nbytes + group.grad_nbytes, group.gathered_nbytes, group.layout.size
 
 
 @pytest.mark.parametrize("inner", RESTING)

@@ -193,6 +193,36 @@ def test_between_steps_no_full_weight_exists(ranks2: RankPool, task: str) -> Non
             assert in_head == before_backward == (at_root if units else sorted(names))
 
 
+def job_grad_memory(strategy: int, outer: int | str | None) -> list:
+    """Bytes of gradient buffers after a backward, and after `zero_grad`; and what somebody who kept gradients sees."""
+    case = Case(task="integers", steps=3, sharding=Sharding(strategy=strategy, outer=outer, units=(MLPBlock,)))
+    model, optimizer = build_sharded(TASKS["integers"].build, case.recipe, case.sharding)
+    buffers = [group.main_grad_buffer for group in model.param_and_grad_buffer.parameter_groups]
+    held, kept = [], None
+    for microbatches in case.batches(dist.get_world_size()):
+        before = [kept.to_local().clone(), kept] if kept is not None else None
+        train_step(model, optimizer, case.recipe, microbatches)
+        assert before is None or torch.equal(before[0], before[1].to_local()), "a kept gradient has changed"
+        held.append(sum(buffer.data.numel() for buffer in buffers) == sum(buffer.numel for buffer in buffers))
+        kept = next(iter(model.parameters())).grad
+        handles = [param.grad for param in model.parameters()][1:]
+        locals_ = [weakref.ref(handle) for handle in handles]
+        del handles
+        optimizer.zero_grad()
+        held.append(sum(buffer.data.numel() for buffer in buffers))
+        held.append(all(ref() is not None for ref in locals_))
+    return held
+
+
+@pytest.mark.parametrize(("strategy", "outer"), [(0, None), (1, None), (2, None), (3, None), (3, "optim")])
+def test_gradients_have_memory_from_backward_to_zero_grad(
+    rank_pools: dict[int, RankPool], strategy: int, outer: str | None
+) -> None:
+    # Their handles are made once; one that somebody has kept is left alone.
+    pool = rank_pools[2 if outer is None else 4]
+    assert pool.run(job_grad_memory, strategy, outer) == [[True, 0, True] * 3] * pool.world_size
+
+
 # ---- leaks ----
 
 

@@ -56,11 +56,12 @@ KEPT = {0: (1.0, 1.0), 1: (1.0, 1.0), 2: (1.0, 0.5), 3: (0.5, 0.5)}
 
 def head_of(text: str) -> dict[str, float]:
     numbers = re.search(
-        r"([\d.]+)% padding; per rank ([\d.]+) MiB persistent, at most ([\d.]+) MiB of gathered weights "
+        r"([\d.]+)% padding; per rank ([\d.]+) MiB persistent, ([\d.]+) MiB of gradients from backward to zero_grad, "
+        r"at most ([\d.]+) MiB of gathered weights "
         r"and ([\d.]+) MiB of gradients on their way",
         text,
     )
-    return dict(zip(("padding", "persistent", "gathered", "staged"), map(float, numbers.groups()), strict=True))
+    return dict(zip(("padding", "persistent", "accumulated", "gathered", "staged"), map(float, numbers.groups()), strict=True))
 
 
 @pytest.mark.parametrize("strategy", range(4))
@@ -69,7 +70,8 @@ def test_the_numbers_are_those_of_one_rank(ranks2, strategy):
     # Gathered: the root and two units, prefetch being one deep; staged: two reductions in flight.
     expected = {
         "padding": 0.0,
-        "persistent": 4 * sum(KEPT[strategy]),
+        "persistent": 4 * KEPT[strategy][0],
+        "accumulated": 4 * KEPT[strategy][1],
         "gathered": 3.0 if strategy == 3 else 0.0,
         "staged": 2.0 if strategy >= 2 else 0.0,
     }
@@ -83,8 +85,8 @@ def rows_of(text: str) -> list[list[str]]:
 def test_the_table_has_a_row_for_each_kind_of_unit(ranks2):
     header, root, blocks = rows_of(ranks2.run(summaries, "mlp", 3)[0][0])
     assert header == ["unit", "groups", "parameters", "padding", "MiB persistent", "MiB gathered", "tags"]
-    assert root == ["(root) TinyMLP", "1", "262,144", "0.00%", "1.0", "1.0", "float32"]
-    assert blocks == ["blocks.2 MLPBlock (last of 3 alike)", "1", "262,144", "0.00%", "1.0", "1.0", "float32"]
+    assert root == ["(root) TinyMLP", "1", "262,144", "0.00%", "0.5", "1.0", "float32"]
+    assert blocks == ["blocks.2 MLPBlock (last of 3 alike)", "1", "262,144", "0.00%", "0.5", "1.0", "float32"]
 
 
 def test_a_frozen_unit_has_no_gradient_and_its_tag(ranks2):
@@ -92,14 +94,15 @@ def test_a_frozen_unit_has_no_gradient_and_its_tag(ranks2):
     _, _, frozen, rest = rows_of(text)
     assert frozen == ["blocks.0 MLPBlock", "1", "262,144", "0.00%", "0.5", "1.0", "float32,frozen"]
     assert rest[0] == "blocks.2 MLPBlock (last of 2 alike)"
-    assert head_of(text)["persistent"] == 3.5
+    assert head_of(text)["persistent"] == 2.0 and head_of(text)["accumulated"] == 1.5
 
 
 def test_an_outer_strategy_is_named_where_it_shards(ranks4):
     texts = [ranks4.run(summaries, "mlp", 3, outer)[0][0] for outer in (0, 1)]
     assert "optim_grads_params, " in texts[0] and "optim_grads_params inside optim, " in texts[1]
     # The weight rests in halves; the gradient does too, but for the optimizer it is cut once more.
-    assert head_of(texts[0])["persistent"] == head_of(texts[1])["persistent"] == 4.0
+    for text in texts:
+        assert head_of(text)["persistent"] == head_of(text)["accumulated"] == 2.0
 
 
 def count_padding(world: int) -> tuple[int, int]:

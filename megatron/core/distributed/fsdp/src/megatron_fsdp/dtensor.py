@@ -67,7 +67,7 @@ class ShardSpec:
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         """`local` (this rank's rows) as a DTensor whose `full_tensor` is right on uneven shards. Shares its memory."""
-        local = _with_own_storage(local)
+        local = with_own_storage(local)
         stride = torch.empty(self.shape, device="meta").stride()
         layout = {"shape": self.shape, "stride": stride}
         return self.mark(DTensor.from_local(local, self.mesh, self.placements, run_check=False, **layout))
@@ -149,7 +149,7 @@ class ShardSpec:
         return counts
 
 
-def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
+def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     """The contiguous `view` as a tensor whose storage is just its memory.
 
     torch (2.11 to 2.13) neither deep-copies nor stages a DTensor whose local tensor begins inside its storage, and
@@ -268,11 +268,7 @@ def make_sharded_param(param: ManagedParam, group: ParamGroup, slot: int, index:
     return sharded
 
 
-def grad_of(sharded: nn.Parameter, final: FlatBuffer, dtype: torch.dtype | None) -> DTensor:
-    """The finalized gradient of a sharded parameter; every rank has one, perhaps of zero rows.
-
-    Shares the buffer's storage where `dtype` (None: any) is the buffer's.
-    """
+def cast_grad(sharded: nn.Parameter, final: FlatBuffer) -> DTensor:
+    """The finalized gradient of a sharded parameter in the parameter's dtype; every rank has one, perhaps of no rows."""
     spec: ShardSpec = sharded.megatron_fsdp_spec
-    view = final.view(spec.slot)
-    return spec.wrap(view if dtype is None else view.to(dtype))
+    return spec.wrap(final.view(spec.slot).to(sharded.dtype))

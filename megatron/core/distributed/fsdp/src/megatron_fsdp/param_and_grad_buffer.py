@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from megatron_fsdp.dtensor import grad_of
+from megatron_fsdp.dtensor import cast_grad
+from megatron_fsdp.grad_handles import GradHandles
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.structure import check_frozenness
 from megatron_fsdp.runtime.unit import ManagedParam
@@ -24,8 +25,7 @@ class ParamAndGradBuffer:
         self.parameter_groups: list[ParamGroup] = [group for unit in schedule.units for group in unit.groups]
         managed = {id(param.raw): param for unit in schedule.units for param in unit.params}
         self._members = {id(group): [managed[id(raw)] for raw in group.params] for group in self.parameter_groups}
-        self._shared_grads: dict[int, torch.Tensor] = {}
-        """Gradients that are views of a buffer, by id of the sharded parameter; made once."""
+        self._handles = GradHandles()
         self._attached: dict[int, tuple[torch.Tensor | None, int]] = {}
         """What was attached last, and the generation it holds, by id of the sharded parameter."""
 
@@ -67,11 +67,11 @@ class ParamAndGradBuffer:
             if group.main_grad.state is not GradState.FINAL:
                 sharded.grad = None
             elif self._use_decoupled_grad:
-                sharded.decoupled_grad = self._shared_grad(group, sharded)
+                sharded.decoupled_grad = self._handles.of(sharded, group.main_grad.final)
             elif group.facts.grad_dtype == sharded.dtype:
-                sharded.grad = self._shared_grad(group, sharded)
+                sharded.grad = self._handles.of(sharded, group.main_grad.final)
             else:
-                sharded.grad = grad_of(sharded, group.main_grad.final, sharded.dtype)
+                sharded.grad = cast_grad(sharded, group.main_grad.final)
             self._attached[id(sharded)] = (sharded.grad, group.main_grad.generation)
 
     def _is_attached(self, group: ParamGroup, sharded: nn.Parameter) -> bool:
@@ -99,15 +99,11 @@ class ParamAndGradBuffer:
                 "term on parameters themselves cannot be taken on sharded ones; use the optimizer's weight decay."
             )
 
-    def _shared_grad(self, group: ParamGroup, sharded: nn.Parameter) -> torch.Tensor:
-        if id(sharded) not in self._shared_grads:
-            self._shared_grads[id(sharded)] = grad_of(sharded, group.main_grad.final, None)
-        return self._shared_grads[id(sharded)]
-
     def zero_grad(self) -> None:
-        """Empties every gradient buffer and detaches the gradients."""
+        """Frees every gradient buffer and detaches the gradients."""
         self._schedule.wait_for_reductions()  # what is dropped here may still be read there
         self.detach_grads()
+        self._handles.let_go()
         for group, param in self.trained():
             group.main_grad.reset()
             if hasattr(param.raw, "grad_added_to_main_grad"):

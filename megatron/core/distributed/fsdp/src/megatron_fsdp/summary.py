@@ -22,6 +22,7 @@ def build_summary(schedule: Schedule, config: EngineConfig) -> str:
     used = sum(group.layout.used for group in groups)
     padding = sum(group.layout.size - group.layout.used for group in groups)
     persistent = sum(group.persistent_nbytes for group in groups)
+    accumulated = sum(group.grad_nbytes for group in groups)
     units = [unit for unit in schedule.units if not unit.is_root]
     gathered = sorted((sum(group.gathered_nbytes for group in unit.groups) for unit in units), reverse=True)
     root = sum(group.gathered_nbytes for group in schedule.root.groups)
@@ -35,7 +36,8 @@ def build_summary(schedule: Schedule, config: EngineConfig) -> str:
     head = (
         f"megatron_fsdp: {config.strategy_label}, {used:,} parameters in {len(schedule.units)} units and "
         f"{len(groups)} groups, {padding / max(used, 1):.2%} padding; "
-        f"per rank {persistent / _MIB:.1f} MiB persistent, at most {weights / _MIB:.1f} MiB of gathered weights "
+        f"per rank {persistent / _MIB:.1f} MiB persistent, {accumulated / _MIB:.1f} MiB of gradients from backward to "
+        f"zero_grad, at most {weights / _MIB:.1f} MiB of gathered weights "
         f"and {grads / _MIB:.1f} MiB of gradients on their way "
         f"(recomputation over k units keeps k of them gathered)."
     )

@@ -50,14 +50,29 @@ class FlatBuffer:
         return self.data.dtype
 
     @property
+    def numel(self) -> int:
+        """Elements that this rank holds, whether or not there is memory for them now."""
+        lo, hi = self.bounds
+        return hi - lo
+
+    @property
     def nbytes(self) -> int:
-        """Bytes that this rank holds."""
-        return self.data.numel() * self.data.element_size()
+        """Bytes that this rank holds, whether or not they are allocated now."""
+        return self.numel * self.data.element_size()
 
     @property
     def is_data_distributed(self) -> bool:
         """True if this rank holds less than the whole buffer."""
-        return self.data.numel() < self.layout.size
+        return self.numel < self.layout.size
+
+    def allocate(self) -> None:
+        """Gives a freed buffer memory on the current stream, contents undefined; nothing if it has some."""
+        if self.data.numel() != self.numel:
+            self.data = self.data.new_empty(self.numel)
+
+    def free(self) -> None:
+        """Drops the memory, which stays as long as somebody else refers to it."""
+        self.data = self.data.new_empty(0)
 
     @property
     def bounds(self) -> tuple[int, int]:

@@ -45,9 +45,9 @@ class MainGrad:
         self._facts = facts
         self._pool = pool
         self._plan = facts.plan
-        self.buffer = FlatBuffer.empty(facts.layout, facts.axes, facts.plan.main_grad, facts.grad_dtype, facts.device)
-        self.final = self.buffer.part(facts.plan.finalized_grad())
-        """The part of the buffer that the optimizer reads once the state is FINAL."""
+        nothing = torch.empty(0, dtype=facts.grad_dtype, device=facts.device)
+        self.buffer = FlatBuffer(facts.layout, facts.axes, facts.plan.main_grad, nothing)
+        """Has memory from the first backward of a cycle until `reset`."""
         self.state = GradState.EMPTY
         self.generation = 0
         """Changes whenever the final gradient does."""
@@ -58,6 +58,11 @@ class MainGrad:
         self._staged: FlatBuffer | None = None
         # Worked out once: this is needed of every parameter in every backward, and the host must run ahead.
         self._places = [(slot.start, slot.end, slot.shape) for slot in facts.layout.slots]
+
+    @property
+    def final(self) -> FlatBuffer:
+        """The part of the buffer that the optimizer reads once the state is FINAL."""
+        return self.buffer.part(self._plan.finalized_grad())
 
     # -- from autograd ------------------------------------------------------------------------------------------
 
@@ -77,9 +82,12 @@ class MainGrad:
     def collect(self) -> FlatBuffer | None:
         """Takes the gradients that autograd left on the parameters, zero where it left none.
 
+        The buffer's memory, if it has none, comes from the current stream.
+
         Returns:
             The staged gradients to be reduced, or None if they were added to the accumulation buffer.
         """
+        self.buffer.allocate()
         if self._plan.reduces_each_microbatch:
             self._write(self._stage(), accumulate=False)
             staged, self._staged = self._staged, None
@@ -206,8 +214,9 @@ class MainGrad:
         self._staged = None
 
     def reset(self) -> None:
-        """Forgets the gradient: the next one overwrites it, so nothing needs to be zeroed."""
+        """Forgets the gradient and frees its memory; the current stream has waited for whoever uses it."""
         self.state = GradState.EMPTY
+        self.buffer.free()
         self._aside = self._spent = None
         self._staged = None
 

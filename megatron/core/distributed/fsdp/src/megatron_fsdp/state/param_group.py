@@ -96,10 +96,14 @@ class ParamGroup:
 
     @property
     def persistent_nbytes(self) -> int:
-        """Bytes this rank holds between steps, optimizer state not counted."""
+        """Bytes this rank always holds, optimizer state not counted."""
         total = sum(weight.nbytes for weight in self._weights)
-        total += 0 if self._shares_main else self.main_weight_buffer.nbytes
-        return total + (self.main_grad.buffer.nbytes if self.main_grad is not None else 0)
+        return total + (0 if self._shares_main else self.main_weight_buffer.nbytes)
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Bytes of the accumulated gradient, which this rank holds from the first backward to `zero_grad`."""
+        return self.main_grad.buffer.nbytes if self.main_grad is not None else 0
 
     @property
     def gathered_storages(self) -> set[int]:

@@ -1,0 +1,53 @@
+"""The gradients that users and optimizers hold: made once, pointed at memory that comes and goes."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.dtensor import ShardSpec, with_own_storage
+from megatron_fsdp.machine.torch_compat import local_tensor
+from megatron_fsdp.state.flat_buffer import FlatBuffer
+
+#: References to a gradient that nobody else holds: the dict's, a loop's two, and that of the question itself.
+_OUR_REFERENCES = 4
+
+
+class GradHandles:
+    """One DTensor per parameter over its part of a gradient buffer.
+
+    A DTensor costs some 100 microseconds to make (torch 2.13), and a step would have to make hundreds of them.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, DTensor] = {}
+        """By id of the sharded parameter."""
+        self._pointing: set[int] = set()
+        """Those that show what the buffers hold now."""
+
+    @torch.no_grad()
+    def of(self, sharded: nn.Parameter, final: FlatBuffer) -> DTensor:
+        """The gradient of `sharded`, on every rank, perhaps of zero rows. Shares the buffer's memory."""
+        key = id(sharded)
+        if key not in self._pointing:
+            spec: ShardSpec = sharded.megatron_fsdp_spec
+            view = final.view(spec.slot)
+            if key in self._made:
+                local_tensor(self._made[key]).set_(with_own_storage(view))
+            else:
+                self._made[key] = spec.wrap(view)
+            self._pointing.add(key)
+        return self._made[key]
+
+    @torch.no_grad()
+    def let_go(self) -> None:
+        """Points at nothing, so that buffers can be freed. What somebody else holds keeps its memory and values."""
+        for key, grad in list(self._made.items()):
+            if sys.getrefcount(grad) > _OUR_REFERENCES:
+                del self._made[key]
+            elif key in self._pointing:
+                local_tensor(grad).set_()
+        self._pointing.clear()
