@@ -74,6 +74,8 @@ def encoded(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 class Float8Codec:
     """Stores such weights as bytes; ranks agree on the largest magnitude of a whole parameter before they encode."""
 
+    is_cast = False
+
     def handles(self, param: nn.Parameter) -> bool:
         return isinstance(param.data, Float8Tensor)
 

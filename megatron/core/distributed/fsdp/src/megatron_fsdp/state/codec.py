@@ -39,6 +39,9 @@ class Shard:
 class WeightCodec(Protocol):
     """How a group's compute weights are stored and refreshed. Stateless; one object serves every group."""
 
+    is_cast: bool
+    """Encoding is a cast to the one plane's dtype, element by element, so a gather may do it on its way."""
+
     def handles(self, param: torch.nn.Parameter) -> bool:
         """True if this codec stores `param`."""
 
@@ -75,6 +78,8 @@ class WeightCodec(Protocol):
 
 class PlainCodec:
     """Weights stored in the parameter's own dtype: encoding is a cast. Of a DTensor, its local tensor is stored."""
+
+    is_cast = True
 
     def handles(self, param: torch.nn.Parameter) -> bool:
         """Every parameter whose class is torch's own, and DTensors of such."""

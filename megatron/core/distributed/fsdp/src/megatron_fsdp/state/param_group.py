@@ -55,8 +55,17 @@ class ParamGroup:
         self.layout = facts.layout
         self._pool = pool
         planes = facts.codec.planes(facts.params[0])
-        self._weights = tuple(self._empty(facts.plan.weight, plane.dtype) for plane in planes)
         self._shares_main = len(planes) == 1 and planes[0].dtype == facts.main_dtype
+        # Where the two differ only by dtype, keeping the compute weight's shard would be memory for nothing.
+        self._casts_on_the_way = (
+            not self._shares_main
+            and facts.codec.is_cast
+            and facts.plan.gathers_weights
+            and facts.plan.weight == facts.plan.main_weight
+        )
+        self._weights = tuple(self._empty(facts.plan.weight, plane.dtype) for plane in planes)
+        if self._casts_on_the_way:
+            self._weights[0].free()
         if self._shares_main:
             self.main_weight_buffer = self._weights[0].part(facts.plan.main_weight)
         else:
@@ -86,7 +95,7 @@ class ParamGroup:
 
     @property
     def model_weight_buffer(self) -> FlatBuffer:
-        """The resting compute weight (its first plane)."""
+        """The resting compute weight (its first plane); without memory where it is cast from the main weight in gathers."""
         return self._weights[0]
 
     @property
@@ -97,7 +106,7 @@ class ParamGroup:
     @property
     def persistent_nbytes(self) -> int:
         """Bytes this rank always holds, optimizer state not counted."""
-        total = sum(weight.nbytes for weight in self._weights)
+        total = 0 if self._casts_on_the_way else sum(weight.nbytes for weight in self._weights)
         return total + (0 if self._shares_main else self.main_weight_buffer.nbytes)
 
     @property
@@ -176,9 +185,15 @@ class ParamGroup:
             for full, weight in zip(self._full, self._weights, strict=True):
                 if not self.is_unsharded:
                     self._pool.acquire(full.data)
-                full.gather_from(weight)
+                full.gather_from(self._cast_into(full) if self._casts_on_the_way else weight)
             self.is_unsharded = True
         self.facts.codec.after_gather(self.params)
+
+    def _cast_into(self, full: FlatBuffer) -> FlatBuffer:
+        """This rank's shard of `full`, made of the main weight."""
+        shard = full.part(self.plan.weight)
+        shard.data.copy_(self.main_weight_buffer.data)
+        return shard
 
     def reshard(self) -> None:
         """Gives the gathered storage back; nothing to do where the weight rests whole."""
@@ -202,6 +217,8 @@ class ParamGroup:
 
     def _cut(self) -> list[Shard]:
         """What the codec encodes: this rank's rows of every parameter, as views that last as long as the buffers."""
+        if self._casts_on_the_way:
+            return []
         parts = [weight.part(self.plan.main_weight) for weight in self._weights]
         atom_rows = self.facts.atom_rows or (1,) * len(self.params)
         return [
