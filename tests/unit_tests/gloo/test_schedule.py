@@ -204,12 +204,12 @@ def job_grad_memory(strategy: int, outer: int | str | None) -> list:
         train_step(model, optimizer, case.recipe, microbatches)
         assert before is None or torch.equal(before[0], before[1].to_local()), "a kept gradient has changed"
         held.append(sum(buffer.data.numel() for buffer in buffers) == sum(buffer.numel for buffer in buffers))
-        kept = next(iter(model.parameters())).grad
-        handles = [param.grad for param in model.parameters()][1:]
-        locals_ = [weakref.ref(handle) for handle in handles]
-        del handles
+        first, *others = (param.sharded for param in model.param_and_grad_buffer.managed_params)
+        kept = first.grad
+        storages = [weakref.ref(buffer.data.untyped_storage()) for buffer in buffers[1:] if buffer.numel]
+        locals_ = [weakref.ref(param.grad) for param in others]
         optimizer.zero_grad()
-        held.append(sum(buffer.data.numel() for buffer in buffers))
+        held.append(sum(buffer.data.numel() for buffer in buffers) + sum(ref() is not None for ref in storages))
         held.append(all(ref() is not None for ref in locals_))
     return held
 

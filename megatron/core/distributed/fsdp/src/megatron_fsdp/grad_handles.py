@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.dtensor import ShardSpec, with_own_storage
-from megatron_fsdp.machine.torch_compat import local_tensor
+from megatron_fsdp.machine.torch_compat import local_tensor, viewed_tensor
 from megatron_fsdp.state.flat_buffer import FlatBuffer
 
 #: References to a gradient that nobody else holds: the dict's, a loop's two, and that of the question itself.
@@ -38,7 +38,7 @@ class GradHandles:
             if key in self._made:
                 local_tensor(self._made[key]).set_(with_own_storage(view))
             else:
-                self._made[key] = spec.wrap(view)
+                self._made[key] = _made_for(spec, view)
             self._pointing.add(key)
         return self._made[key]
 
@@ -51,3 +51,14 @@ class GradHandles:
             elif key in self._pointing:
                 local_tensor(grad).set_()
         self._pointing.clear()
+
+
+def _made_for(spec: ShardSpec, view: torch.Tensor) -> DTensor:
+    """`view` as a DTensor that keeps no other tensor, and so no memory, alive."""
+    alias = torch.empty(0, dtype=view.dtype, device=view.device)
+    made = spec.wrap(alias.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride()))
+    # DTensor.from_local makes a view of what it is given; pointed elsewhere later, it would still hold that.
+    base = viewed_tensor(local_tensor(made))
+    if base is not None:
+        base.set_()
+    return made

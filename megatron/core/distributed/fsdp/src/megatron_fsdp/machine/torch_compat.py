@@ -61,6 +61,11 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
+def viewed_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that `tensor` was made a view of, and whose memory it keeps (`_base`: torch 1.0 to 2.13)."""
+    return tensor._base
+
+
 def sharded_dim(placement: Placement) -> int | None:
     """The tensor dim that a placement cuts; None if it is not a Shard.
 
