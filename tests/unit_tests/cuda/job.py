@@ -72,7 +72,10 @@ def low_precision(strategy: int, comm: str) -> list[float]:
     torch.manual_seed(0)
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=comm_dtype)
     ours = fully_shard_model(
-        model().bfloat16().cuda(), fsdp_unit_modules=[nn.Sequential], zero_dp_strategy=strategy, mixed_precision_policy=policy
+        model().bfloat16().cuda(),
+        fsdp_unit_modules=[nn.Sequential],
+        zero_dp_strategy=strategy,
+        mixed_precision_policy=policy,
     )
     optimizer = fully_shard_optimizer(torch.optim.AdamW(ours.parameters(), lr=1e-3, fused=True))
     generator = torch.Generator().manual_seed(dist.get_rank())

@@ -19,7 +19,16 @@ JOB = Path(__file__).with_name("job.py")
 
 def launch(job: str, *arguments: tuple, ranks: int = 2) -> list[Any]:
     """Results of the job for each tuple of arguments, in one torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(JOB), job]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        str(JOB),
+        job,
+    ]
     done = subprocess.run(
         [*command, *map(json.dumps, arguments)], capture_output=True, text=True, timeout=300, check=False
     )

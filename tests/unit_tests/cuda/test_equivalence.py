@@ -42,6 +42,8 @@ def launch(ranks: int, device: str, seconds: int, stride: int, results: Path) ->
     command += ["-m", "tests.unit_tests.cuda.equivalence_job", device, str(seconds), str(stride), str(results)]
     paths = [*import_paths(), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # the engine computes on a GPU wherever there is one
     process = subprocess.Popen(
         command, cwd=REPO_ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True,

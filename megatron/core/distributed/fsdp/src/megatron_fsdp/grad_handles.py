@@ -12,8 +12,14 @@ from megatron_fsdp.dtensor import ShardSpec, with_own_storage
 from megatron_fsdp.machine.torch_compat import local_tensor, viewed_tensor
 from megatron_fsdp.state.flat_buffer import FlatBuffer
 
-#: References to a gradient that nobody else holds: the dict's, a loop's two, and that of the question itself.
-_OUR_REFERENCES = 4
+
+def _references(made: dict[int, object]) -> dict[int, int]:
+    """How often each value is referred to, by key."""
+    return {key: sys.getrefcount(value) for key, value in made.items()}
+
+
+#: What that says of a value that nobody else holds; interpreters differ in what a loop and a call hold.
+_NOBODY_ELSE = _references({0: object()})[0]
 
 
 class GradHandles:
@@ -45,12 +51,16 @@ class GradHandles:
     @torch.no_grad()
     def let_go(self) -> None:
         """Points at nothing, so that buffers can be freed. What somebody else holds keeps its memory and values."""
-        for key, grad in list(self._made.items()):
-            if sys.getrefcount(grad) > _OUR_REFERENCES:
+        for key, references in _references(self._made).items():
+            if references > _NOBODY_ELSE:
                 del self._made[key]
             elif key in self._pointing:
-                local_tensor(grad).set_()
+                local_tensor(self._made[key]).set_()
         self._pointing.clear()
+
+    def is_one(self, grad: torch.Tensor, sharded: nn.Parameter) -> bool:
+        """`grad` is what `of(sharded)` has given, not a copy in another dtype."""
+        return self._made.get(id(sharded)) is grad
 
 
 def _made_for(spec: ShardSpec, view: torch.Tensor) -> DTensor:

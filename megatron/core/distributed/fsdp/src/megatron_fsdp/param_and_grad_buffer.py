@@ -128,7 +128,7 @@ class ParamAndGradBuffer:
                 group.main_grad.scale(factor)
         for is_attached, (group, param) in zip(attached, trained, strict=True):
             grad = param.sharded.grad
-            if is_attached and grad is not self._shared_grads.get(id(param.sharded)):
+            if is_attached and not self._handles.is_one(grad, param.sharded):
                 # A copy in another dtype, which megatron-core may have summed over tensor-parallel ranks.
                 grad.to_local().mul_(factor)
                 self._attached[id(param.sharded)] = (grad, group.main_grad.generation)
