@@ -91,7 +91,9 @@ class TensorCut:
 
 def tensor_cut(param: torch.Tensor, group: dist.ProcessGroup | None) -> TensorCut:
     """How `param` is cut over the tensor-parallel `group`; without DTensor or tag every rank has all of it."""
-    size, rank = (1, 0) if group is None else (group.size(), group.rank())
+    if group is None:  # tags mean nothing then
+        return TensorCut(None, 0, 1, None, 1)
+    size, rank = group.size(), group.rank()
     dim, blocks = split_dim(param), 1
     if dim is not None and not isinstance(param, DTensor):
         blocks = max(getattr(param, "partition_stride", 1), 1)
