@@ -32,6 +32,24 @@ class Integers(nn.Module):
         self.table = nn.Parameter(torch.zeros(3, dtype=torch.int32), requires_grad=False)
 
 
+class Holder(nn.Module):
+    """Something at a name."""
+
+    def __init__(self, inner: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+def bag(**options: bool) -> nn.Module:
+    return Holder(nn.EmbeddingBag(4, 4, **options))
+
+
+def frozen_bag() -> nn.Module:
+    model = bag(sparse=True)
+    model.inner.weight.requires_grad_(False)
+    return model
+
+
 def mesh_arguments(kind: str) -> dict:
     """The default mesh, a given one, or one with an outer axis; made before anything is forbidden."""
     if kind == "default":
@@ -41,7 +59,20 @@ def mesh_arguments(kind: str) -> dict:
     return {"device_mesh": hybrid_mesh(), "dp_shard_dim": "dp"}
 
 
-MODULES = {"mlp": TinyMLP, "expert": Expert, "integers": Integers, "nothing": nn.ReLU, "function": lambda: torch.relu}
+MODULES = {
+    "mlp": TinyMLP,
+    "expert": Expert,
+    "integers": Integers,
+    "nothing": nn.ReLU,
+    "function": lambda: torch.relu,
+    "sparse embedding": lambda: nn.Embedding(4, 4, sparse=True),
+    "sparse bag": lambda: bag(sparse=True),
+    "expanded": lambda: Holder(nn.Parameter(torch.ones(3).expand(4, 3))),
+    "expanded column": lambda: Holder(nn.Parameter(torch.ones(50, 100)[:, :1].expand(50, 3))),
+    "overlapping": lambda: Holder(nn.Parameter(torch.ones(5).as_strided((3, 3), (1, 1)))),
+    "lazy": lambda: nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)),
+    "lazy buffer": lambda: nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d(affine=False)),
+}
 
 
 def call_model(mesh: str, options: dict, module: str = "mlp") -> None:
@@ -94,6 +125,13 @@ MODULE_MISTAKES = [
     ("expert", ValueError, r"weight is an expert parameter \(allreduce=False\); pass expt_device_mesh"),
     ("integers", ValueError, "table has dtype torch.int32; parameters must be floating-point"),
     ("nothing", ValueError, "ReLU has no parameters; there is nothing to shard"),
+    ("sparse embedding", NotImplementedError, "the model is an embedding with sparse=True"),
+    ("sparse bag", NotImplementedError, "inner is an embedding with sparse=True.*Leave sparse out"),
+    ("expanded", ValueError, r"inner has shape \(4, 3\) and strides \(0, 1\), so that elements share memory"),
+    ("expanded column", ValueError, r"inner has shape \(50, 3\) and strides \(100, 0\)"),
+    ("overlapping", ValueError, r"inner has shape \(3, 3\) and strides \(1, 1\)"),
+    ("lazy", ValueError, "1.weight is not initialised: its lazy module makes it in the first forward"),
+    ("lazy buffer", ValueError, "1.running_mean is not initialised"),
     ("function", TypeError, "expected a torch.nn.Module to shard, got builtin_function"),
 ]
 MESHES = [
@@ -120,6 +158,19 @@ def test_wrong_options(ranks2):
 def test_wrong_modules(ranks2):
     calls = [(mesh, *case) for mesh in ("default", "flat") for case in MODULE_MISTAKES]
     assert_each_raises(ranks2, [Mistake(call_model, (mesh, {}, module), *error) for mesh, module, *error in calls])
+
+
+def strides_that_are_fine() -> tuple:
+    """A frozen sparse embedding, and parameters whose elements lie apart in whatever order."""
+    columns, every_second = torch.arange(12.0).view(3, 4).t(), torch.arange(12.0)[::2]
+    models = [Holder(nn.Parameter(values)) for values in (columns, every_second)]
+    came = [fully_shard_model(model, **mesh_arguments("flat")) for model in [*models, frozen_bag()]]
+    return [model.module.inner.full_tensor().tolist() for model in came[:2]], [columns.tolist(), every_second.tolist()]
+
+
+def test_what_looks_like_a_wrong_module_and_is_none(ranks2):
+    for came, expected in ranks2.run(strides_that_are_fine):
+        assert came == expected
 
 
 def test_wrong_meshes(ranks4):
@@ -233,6 +284,9 @@ def do(action: str) -> None:
         "copy": functools.partial(copy.deepcopy, model),
         "force": functools.partial(model.finish_grad_sync, force_all_reduce=True),
         "register": model.param_and_grad_buffer.manual_buffer_registration,
+        "integers": functools.partial(model.full_state_dict, torch.int64),
+        "bytes": functools.partial(model.full_state_dict, torch.float8_e4m3fn),
+        "no dtype": functools.partial(model.full_state_dict, "bfloat16"),
         "submesh": functools.partial(model.dist_index.get_submesh, "tp"),
     }
     with no_collectives():
@@ -247,6 +301,9 @@ ACTIONS = [
     ("copy", NotImplementedError, "copy the module before sharding"),
     ("force", ValueError, "sharded ones are reduced to their owners"),
     ("register", RuntimeError, "needs nccl_ub=True"),
+    ("integers", ValueError, r"full_state_dict\(dtype=torch.int64\) would lose the weights; expected a torch floating"),
+    ("bytes", ValueError, r"full_state_dict\(dtype=torch.float8_e4m3fn\)"),
+    ("no dtype", ValueError, r"full_state_dict\(dtype='bfloat16'\)"),
     ("submesh", ValueError, "tp_dim is None: pass tp_dim"),
 ]
 

@@ -36,6 +36,7 @@ def full_state_dict(
         wrapper_prefix: what wrappers between the sharded module and the user's add to names.
         dtype: of parameters in the result; None: that of their main weights.
     """
+    _check_dtype(dtype)
     places = _places(schedule)
     _check_names(shards, places)
     _connect(schedule)
@@ -56,6 +57,15 @@ def full_state_dict(
         metadata = {name.removeprefix(wrapper_prefix): entry for name, entry in shards._metadata.items()}
         whole._metadata = OrderedDict(metadata)
     return whole
+
+
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    is_usable = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+    if dtype is not None and not is_usable:
+        raise ValueError(
+            f"full_state_dict(dtype={dtype!r}) would lose the weights; expected a torch floating-point dtype of 2 "
+            "bytes or more, or None for the main weights' own. Quantize the result instead."
+        )
 
 
 def check_is_whole(index: FSDPDistributedIndex) -> None:

@@ -330,7 +330,7 @@ class MegatronFSDP(nn.Module):
         Raises:
             RuntimeError: inside forward, backward or `full_params()`.
             NotImplementedError: tensor- or expert-parallel ranks hold parts of the model.
-            ValueError: a hook of the model renames shards.
+            ValueError: a hook of the model renames shards, or `dtype` is not a floating one of 2 bytes or more.
         """
         check_idle(self._schedule, "full_state_dict()")
         check_is_whole(self.dist_index)

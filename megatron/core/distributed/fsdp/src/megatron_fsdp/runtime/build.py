@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.allocator import StoragePool
@@ -49,15 +51,13 @@ def plan_and_check(
 
     Raises:
         ValueError: see `plan_units` and `check_resettable`; a meta tensor without meta initialisation; expert
-            parameters without an expert mesh; a parameter that no codec handles.
+            parameters without an expert mesh; a parameter that no codec handles, that a lazy module has not made yet,
+            or whose elements share memory.
+        NotImplementedError: an embedding that changes its weight in forward, or whose gradient is sparse.
     """
+    _check_initialized(module)
     plans = plan_units(module, unit_classes, root_params, fine_grained)
-    for name, child in module.named_modules():
-        if getattr(child, "max_norm", None) is not None and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
-            raise NotImplementedError(
-                f"{name} is an embedding with max_norm, which changes its weight in forward; the change would be lost "
-                "on a sharded weight. Leave max_norm out."
-            )
+    _check_embeddings(module)
     params = [param for plan in plans for param in plan.params]
     if not params:
         raise ValueError(f"{type(module).__name__} has no parameters; there is nothing to shard.")
@@ -76,7 +76,59 @@ def plan_and_check(
         codec_for(param.raw)
         if not param.raw.is_floating_point():
             raise ValueError(f"{param.fqn} has dtype {param.raw.dtype}; parameters must be floating-point.")
+        if _shares_memory(local_part(param.raw)):
+            raise ValueError(
+                f"{param.fqn} has shape {tuple(param.raw.shape)} and strides {param.raw.stride()}, so that elements "
+                "share memory (an expand()ed view?) and would part once they are sharded; make them elements of their "
+                "own with .clone(memory_format=torch.contiguous_format), or keep the small parameter and expand it in "
+                "forward."
+            )
     return plans
+
+
+def _check_initialized(module: nn.Module) -> None:
+    """Checks that lazy modules have made their tensors.
+
+    Raises:
+        ValueError: one has not.
+    """
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name} is not initialised: its lazy module makes it in the first forward. Run one forward on every "
+                "rank before sharding, or use the module that is not lazy."
+            )
+
+
+def _check_embeddings(module: nn.Module) -> None:
+    """Checks that embeddings neither change their weight in forward nor give it a sparse gradient.
+
+    Raises:
+        NotImplementedError: one does.
+    """
+    for name, child in module.named_modules():
+        if not isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        label = name or "the model"
+        if child.max_norm is not None:
+            raise NotImplementedError(
+                f"{label} is an embedding with max_norm, which changes its weight in forward; the change would be lost "
+                "on a sharded weight. Leave max_norm out."
+            )
+        if child.sparse and child.weight.requires_grad:
+            raise NotImplementedError(
+                f"{label} is an embedding with sparse=True, whose weight has a sparse gradient; gradients are reduced "
+                "and sharded as dense ones. Leave sparse out, or freeze the weight."
+            )
+
+
+def _shares_memory(tensor: torch.Tensor) -> bool:
+    """Some element of a strided `tensor` lies where another one does."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    steps = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    span = 1 + sum((size - 1) * stride for size, stride in steps)
+    return span < tensor.numel() or any(stride == 0 for _, stride in steps)
 
 
 def build_units(request: BuildRequest, plans: list[UnitPlan]) -> list[Unit]:
