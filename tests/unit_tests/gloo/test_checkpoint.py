@@ -317,7 +317,10 @@ def load_wrong(what: str, strict: bool = True) -> Any:
         return model.module.load_state_dict(state, assign=True)
     elif what == "another cut":
         state["block.cube"] = distribute_tensor(state["block.cube"], model.dist_index.dp_mesh(), [TorchShard(1)])
-    elif what == "wrapper's names":
+    elif what == "strangers":
+        return model.load_state_dict({f"encoder.{key}": value for key, value in state.items()}, strict=strict)
+    elif what == "missing in the bare model":
+        del state["block.cube"]
         return model.load_state_dict(state, strict=strict)
     return model.module.load_state_dict(state, strict=strict)
 
@@ -329,7 +332,8 @@ MISFITS = [
     ("a shard", RuntimeError, r"size mismatch for block.cube"),
     ("assign", ValueError, r"assign=True\) would detach sharded parameters.*use assign=False"),
     ("another cut", ValueError, r"block.cube of shape \(3, 5, 7\) has .*give full tensors"),
-    ("wrapper's names", RuntimeError, r'Missing key\(s\) in state_dict: "module\.'),
+    ("strangers", RuntimeError, r'Missing key\(s\) in state_dict: "module\.'),
+    ("missing in the bare model", RuntimeError, r'Missing key\(s\) in state_dict: "block.cube"'),
 ]
 
 
@@ -346,6 +350,38 @@ def load_leniently() -> tuple[list[str], list[str]]:
 def test_without_strict_the_differences_are_returned(ranks2):
     for missing, unexpected in ranks2.run(load_leniently):
         assert (sorted(missing), unexpected) == (["block.cube", "shift"], ["block.extra"])
+
+
+class Nested(nn.Module):
+    """Has a child called `module`, whose names are its own behind `module.`."""
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.register_buffer("shift", torch.randn(2))
+        if depth:
+            self.module = Nested(depth - 1)
+
+
+def load_bare_and_own_names() -> None:
+    plain = {"assortment": build(1), "nested": Nested(), "in a child": nn.ModuleDict({"module": Nested()})}
+    models = {"assortment": sharded(Setup(2, 3))}
+    for name, build_it in (("nested", Nested), ("in a child", lambda: nn.ModuleDict({"module": Nested()}))):
+        models[name] = shard(build_it(), Sharding(strategy=3))
+    for name, model in models.items():
+        dist.broadcast_object_list(holder := [dict(plain[name].state_dict())], src=0)
+        for number, prefix in enumerate(("", "module.")):
+            state = {key: value + number for key, value in holder[0].items()}
+            result = model.load_state_dict({prefix + key: value for key, value in state.items()})
+            assert result == ([], []), (name, prefix)
+            assert_same(full(model.module.state_dict()), state)
+        first, *others = holder[0]
+        lacks = {key: holder[0][key] for key in others} | {"strange": torch.zeros(1)}
+        assert model.load_state_dict(lacks, strict=False) == ([first], ["strange"]), name
+
+
+def test_a_whole_state_dict_loads_under_the_bare_model_s_names_and_the_sharded_one_s(ranks2):
+    ranks2.run(load_bare_and_own_names)
 
 
 class Stateful(nn.Linear):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -95,3 +96,13 @@ class StateDictHooks:
             missing = incompatible_keys.missing_keys
             missing[:] = [key for key in missing if not key.endswith("_extra_state")]
         self._schedule().install()
+
+
+def names_inner_module(names: Iterable[str], module: nn.Module) -> bool:
+    """Whether more of the names fit the state dict of `module` as they are than without a leading `module.`.
+
+    Models may have a child called `module`. All names of one side fit it, and at most all but one the other.
+    """
+    names, own = list(names), module.state_dict().keys()
+    bare = sum(name in own for name in names)
+    return bare > sum(name.startswith("module.") and name.removeprefix("module.") in own for name in names)

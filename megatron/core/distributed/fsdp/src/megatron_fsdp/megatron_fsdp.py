@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.arguments import check_arguments
-from megatron_fsdp.checkpoint import StateDictHooks
+from megatron_fsdp.checkpoint import StateDictHooks, names_inner_module
 from megatron_fsdp.config import DEFAULT_POLICY, DistributedDataParallelConfig, MixedPrecisionPolicy, default_config
 from megatron_fsdp.dtensor import make_sharded_param, tensor_parallel_group
 from megatron_fsdp.full_params import full_params
@@ -148,7 +147,7 @@ class MegatronFSDP(nn.Module):
         self.param_and_grad_buffer = ParamAndGradBuffer(
             self._schedule, use_decoupled_grad=self.config_resolved.use_decoupled_grad
         )
-        self._schedule.on_auto_sync = _WeakCall(owner, "finish_grad_sync")
+        self._schedule.on_auto_sync = lambda: owner().finish_grad_sync()  # keeps no model alive
         self._nan_report = NanReport.wanted(self._schedule, self.dist_index, self.config_resolved)
         self._schedule.before_forward = Structure(self.module, units).check
         self._hooks = install_hooks(self._schedule)
@@ -338,6 +337,14 @@ class MegatronFSDP(nn.Module):
         prefix = self._wrapper_prefix()
         return full_state_dict(shards, self._schedule, self.dist_index, wrapper_prefix=prefix, dtype=dtype)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's, of whole tensors or shards, under the names of `state_dict()` or of the unsharded model.
+
+        **Collective** if a weight codec is.
+        """
+        load = self.module.load_state_dict if names_inner_module(state_dict, self.module) else super().load_state_dict
+        return load(state_dict, strict=strict, assign=assign)
+
     def _wrapper_prefix(self) -> str:
         """What wrappers between `.module` and the user's model add to names."""
         return ""
@@ -385,14 +392,3 @@ class MegatronFSDP(nn.Module):
         raise NotImplementedError(
             "a sharded model cannot be deep-copied; copy the module before sharding, or its state_dict()."
         )
-
-
-class _WeakCall:
-    """Calls a method of an object that it does not keep alive."""
-
-    def __init__(self, owner: weakref.ref, method: str):
-        self._owner = owner
-        self._method = method
-
-    def __call__(self) -> None:
-        getattr(self._owner(), self._method)()
