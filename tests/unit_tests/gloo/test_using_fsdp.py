@@ -33,6 +33,13 @@ def check_page() -> None:
     rank = dist.get_rank()
     assert names["generated"].shape == (1, 5 + 2 * rank)
     assert "rank 1" in names["message"] and "own gradient" in names["message"]
+    loaded = names["two_fold"].load_state_dict(names["whole"][0])
+    assert (loaded.missing_keys, loaded.unexpected_keys) == ([], [])
+    owned = {name: param.to_local().shape for name, param in names["two_fold"].module.named_parameters()}
+    assert {owned[f"layers.{number}.up.weight"] for number in range(3)} <= {(0, 8), (16, 8)}
+    kept = [layer.up.bias.to_local().shape for layer in names["partly"].module.layers]
+    assert kept == [(16,)] * 3
+    assert all(param.full_tensor().isfinite().all() for param in names["large"].parameters())
     check_average(names)
 
 
