@@ -12,9 +12,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from tests.unit_tests.harness.mixture import Expert, Mixture, MixtureBlock, Topology, renamed
+from tests.unit_tests.gloo.test_using_fsdp import blocks
+from tests.unit_tests.harness.mixture import Expert, Mixture, MixtureBlock, Topology, expert_mesh, renamed
 from tests.unit_tests.harness.models import SignSGD, dot_loss, integer_batches
-from tests.unit_tests.harness.rank_pool import RankPool, results_agree
+from tests.unit_tests.harness.rank_pool import REPO_ROOT, RankPool, results_agree
 from tests.unit_tests.harness.reference import Recipe, StepRecord, assert_same_training, train_reference
 from tests.unit_tests.harness.sharded import RankStep, Sharding, assembled, backward, build_sharded, pieces
 
@@ -179,6 +180,32 @@ def _everyones(tensors: dict) -> dict:
 @pytest.mark.parametrize("strategy", [0, 3])
 def test_experts_are_saved_under_global_numbers(ranks4: RankPool, tmp_path, strategy: int) -> None:
     assert ranks4.run(save_and_load, str(tmp_path / "checkpoint"), strategy) == [True] * 4
+
+
+def save_and_load_by_the_page(path: str) -> bool:
+    """As `save_and_load`, by the code in the documentation."""
+    saving, loading = (block for block in blocks(REPO_ROOT / "docs/topologies.md") if "with_global_numbers(" in block)
+    names: dict = {"path": path}
+    states = []
+    for seed, (topology, code) in enumerate(((Topology(), saving), (Topology(ep=4), loading))):
+        model, _, place = build(topology, 3)
+        for param in model.parameters() if seed == 0 else ():
+            param.detach().to_local().add_(1)
+        names |= {"model": model, "experts": expert_mesh(topology), "experts_per_rank": len(place.held)}
+        exec(code, names)  # noqa: S102  (our own documentation)
+        states.append(
+            _everyones(
+                {
+                    place.global_name(name): value.full_tensor() if hasattr(value, "full_tensor") else value
+                    for name, value in model.module.state_dict().items()
+                }
+            )
+        )
+    return results_agree(states)
+
+
+def test_the_page_saves_and_loads_experts(ranks4: RankPool, tmp_path) -> None:
+    assert ranks4.run(save_and_load_by_the_page, str(tmp_path / "checkpoint")) == [True] * 4
 
 
 def save_local_names(folder: str, kind: str) -> None:
