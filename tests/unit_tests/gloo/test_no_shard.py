@@ -54,7 +54,9 @@ def build(marks: str, is_frozen: bool = False) -> Towers:
 
 def build_sharded(marks: str, strategy: int, is_frozen: bool = False, is_poisoned: bool = True) -> Any:
     options = {"sync_model_each_microbatch": True}
-    return shard(build(marks, is_frozen), Sharding(strategy=strategy, units=(Layer,), is_poisoned=is_poisoned, options=options))
+    return shard(
+        build(marks, is_frozen), Sharding(strategy=strategy, units=(Layer,), is_poisoned=is_poisoned, options=options)
+    )
 
 
 def batches(world: int) -> list:

@@ -60,9 +60,9 @@ def test_nothing_races_on_two_axes(ranks4: RankPool) -> None:
 
 def job_delete(is_joined: bool) -> list[str]:
     """The races of a model that goes with reductions on their way and the root's weights gathered."""
-    from megatron_fsdp.runtime import schedule
+    from megatron_fsdp.machine.device import Device
 
-    joins = contextlib.nullcontext() if is_joined else mock.patch.object(schedule, "_join", _nothing)
+    joins = contextlib.nullcontext() if is_joined else mock.patch.object(Device, "join", _nothing)
     one = case("integers", NARROW, 3)
     with races_watched() as races, joins:
         model, optimizer = build_sharded(TASKS["integers"].build, one.recipe, one.sharding)

@@ -61,7 +61,9 @@ def head_of(text: str) -> dict[str, float]:
         r"and ([\d.]+) MiB of gradients on their way",
         text,
     )
-    return dict(zip(("padding", "persistent", "accumulated", "gathered", "staged"), map(float, numbers.groups()), strict=True))
+    return dict(
+        zip(("padding", "persistent", "accumulated", "gathered", "staged"), map(float, numbers.groups()), strict=True)
+    )
 
 
 @pytest.mark.parametrize("strategy", range(4))

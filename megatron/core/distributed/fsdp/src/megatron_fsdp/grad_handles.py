@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -49,14 +50,17 @@ class GradHandles:
         return self._made[key]
 
     @torch.no_grad()
-    def let_go(self) -> None:
+    def let_go(self, params: Iterable[nn.Parameter]) -> None:
         """Points at nothing, so that buffers can be freed. What somebody else holds keeps its memory and values."""
+        keys = {id(sharded) for sharded in params}
         for key, references in _references(self._made).items():
+            if key not in keys:
+                continue
             if references > _NOBODY_ELSE:
                 del self._made[key]
             elif key in self._pointing:
                 local_tensor(self._made[key]).set_()
-        self._pointing.clear()
+        self._pointing -= keys
 
     def is_one(self, grad: torch.Tensor, sharded: nn.Parameter) -> bool:
         """`grad` is what `of(sharded)` has given, not a copy in another dtype."""

@@ -165,6 +165,7 @@ def _wrap_step(optimizer: torch.optim.Optimizer, model: Any) -> None:
     base = _unbound(optimizer.step)
     run = functools.partial(_run_as_owner, base) if _works_as_owner(optimizer) else base
     with_state = 0
+    check_groups = _GroupCheck(optimizer)
 
     def step(
         self: torch.optim.Optimizer,
@@ -174,6 +175,7 @@ def _wrap_step(optimizer: torch.optim.Optimizer, model: Any) -> None:
         **kwargs: Any,
     ) -> Any:
         nonlocal with_state
+        check_groups(self)
         check_not_taken(model._schedule, "optimizer.step()")
         open_grads = model.param_and_grad_buffer.has_open_grads  # automatic synchronization may have come too late
         if sync_grad_before_optimizer_step and (open_grads or not model.model_auto_sync):
@@ -210,14 +212,30 @@ def _synchronized(argument: Any, model: Any) -> Any:
 
 def _wrap_zero_grad(optimizer: torch.optim.Optimizer, model: Any) -> None:
     base = _unbound(optimizer.zero_grad)
+    check_groups = _GroupCheck(optimizer)
 
     def zero_grad(self: torch.optim.Optimizer, *args: Any, zero_grad_buffer: bool = True, **kwargs: Any) -> Any:
+        check_groups(self)
         result = base(self, *args, **kwargs)
-        if zero_grad_buffer:
-            model.zero_grad_buffer()
+        if zero_grad_buffer:  # of its own parameters: others may be another optimizer's
+            model.param_and_grad_buffer.zero_grad(_params_of(self))
         return result
 
     _bind(optimizer, "zero_grad", zero_grad, base)
+
+
+class _GroupCheck:
+    """Notices parameter groups that were added later."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._count = len(optimizer.param_groups)
+
+    def __call__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises ValueError if an added group has parameters of another model, or of none."""
+        if len(optimizer.param_groups) != self._count:
+            _model_of(optimizer)
+            check_kind(optimizer)
+            self._count = len(optimizer.param_groups)
 
 
 def _bind(optimizer: torch.optim.Optimizer, name: str, function: Callable, base: Callable) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ class ParamAndGradBuffer:
         managed = {id(param.raw): param for unit in schedule.units for param in unit.params}
         self._members = {id(group): [managed[id(raw)] for raw in group.params] for group in self.parameter_groups}
         self._handles = GradHandles()
+        schedule.before_gradients = weakref.WeakMethod(self.forget_dropped)
         self._attached: dict[int, tuple[torch.Tensor | None, int]] = {}
         """What was attached last, and the generation it holds, by id of the sharded parameter."""
 
@@ -59,9 +61,12 @@ class ParamAndGradBuffer:
         """
         check_frozenness(self.managed_params)
         self._schedule.wait_for_reductions()
+        self.forget_dropped()
         for group, param in self.trained():
             sharded = param.sharded
             self._check_grad(param)
+            if self._is_left_out(group, sharded):
+                continue
             if group.main_grad.state is GradState.FINAL and self._is_attached(group, sharded):
                 continue  # a copy in another dtype may have been clipped since
             if group.main_grad.state is not GradState.FINAL:
@@ -72,18 +77,25 @@ class ParamAndGradBuffer:
                 sharded.grad = self._handles.of(sharded, group.main_grad.final)
             else:
                 sharded.grad = cast_grad(sharded, group.main_grad.final)
-            self._attached[id(sharded)] = (sharded.grad, group.main_grad.generation)
+            self._attached[id(sharded)] = (self._grad(sharded), group.main_grad.generation)
+
+    def _is_left_out(self, group: ParamGroup, sharded: nn.Parameter) -> bool:
+        """The gradient of this cycle was taken off the parameter again."""
+        is_known = self._attached.get(id(sharded)) == (None, group.main_grad.generation)
+        return is_known and group.main_grad.state is GradState.FINAL
 
     def _is_attached(self, group: ParamGroup, sharded: nn.Parameter) -> bool:
         grad, generation = self._attached.get(id(sharded), (None, -1))
-        return grad is not None and grad is sharded.grad and generation == group.main_grad.generation
+        return grad is not None and grad is self._grad(sharded) and generation == group.main_grad.generation
 
     @property
     def has_open_grads(self) -> bool:
         """Some gradient has been computed and is not attached yet."""
+        self.forget_dropped()
         return any(unit.has_stray_grads() for unit in self._schedule.units) or any(
             group.main_grad.state is not GradState.EMPTY
             and (group.main_grad.state is not GradState.FINAL or self._grad(param.sharded) is None)
+            and not self._is_left_out(group, param.sharded)
             for group, param in self.trained()
         )
 
@@ -96,26 +108,64 @@ class ParamAndGradBuffer:
         if grad is not None and self._attached.get(id(param.sharded), (None, 0))[0] is not grad:
             raise RuntimeError(
                 f"{param.fqn} has a gradient that did not come through the model's forward, and would be lost. A loss "
-                "term on parameters themselves cannot be taken on sharded ones; use the optimizer's weight decay."
+                "term on parameters themselves cannot be taken on sharded ones: use the optimizer's weight decay. A "
+                "gradient that was replaced cannot be added to: change it in place."
             )
 
-    def zero_grad(self) -> None:
-        """Frees every gradient buffer and detaches the gradients."""
+    def zero_grad(self, params: Iterable[nn.Parameter] | None = None) -> None:
+        """Forgets and detaches the gradients of `params` (None: of all); frees buffers that hold no others."""
         self._schedule.wait_for_reductions()  # what is dropped here may still be read there
-        self.detach_grads()
-        self._handles.let_go()
-        for group, param in self.trained():
-            group.main_grad.reset()
+        chosen = None if params is None else {id(param) for param in params}
+        for group, members in self._trained_groups():
+            slots = [slot for slot, param in enumerate(members) if chosen is None or id(param.sharded) in chosen]
+            self._forget(group, members, slots)
+
+    @torch.no_grad()
+    def forget_dropped(self) -> None:
+        """Forgets gradients that have been taken off their parameters since they were attached, as by `p.grad = None`.
+
+        Otherwise the next backward would add to what the user has thrown away.
+        """
+        for group, members in self._trained_groups():
+            attached = [self._attached.get(id(param.sharded), (None, 0))[0] for param in members]
+            dropped = [
+                slot
+                for slot, (grad, param) in enumerate(zip(attached, members, strict=True))
+                if grad is not None and self._grad(param.sharded) is None
+            ]
+            if dropped:
+                self._schedule.wait_for_reductions()
+                self._forget(group, members, dropped)
+
+    def _trained_groups(self) -> Iterator[tuple[ParamGroup, list[ManagedParam]]]:
+        groups = (group for group in self.parameter_groups if group.main_grad is not None)
+        return ((group, self._members[id(group)]) for group in groups)
+
+    @torch.no_grad()
+    def _forget(self, group: ParamGroup, members: list[ManagedParam], slots: list[int]) -> None:
+        """Drops the gradients of some of a group's parameters; its buffer too if that leaves none."""
+        for param in (members[slot] for slot in slots):
+            self._detach(param)
+            self._attached[id(param.sharded)] = (None, group.main_grad.generation)
             if hasattr(param.raw, "grad_added_to_main_grad"):
                 param.raw.grad_added_to_main_grad = False
+        is_final = group.main_grad.state is GradState.FINAL
+        if len(slots) == len(members) or (is_final and all(self._grad(param.sharded) is None for param in members)):
+            self._handles.let_go(param.sharded for param in members)
+            group.main_grad.reset()
+        else:
+            group.main_grad.forget(slots)
 
     def detach_grads(self) -> None:
         """Takes the gradients off the parameters; the buffers keep them."""
         for _, param in self.trained():
-            param.sharded.grad = None
-            self._attached.pop(id(param.sharded), None)
-            if hasattr(param.sharded, "decoupled_grad"):
-                param.sharded.decoupled_grad = None
+            self._detach(param)
+
+    def _detach(self, param: ManagedParam) -> None:
+        param.sharded.grad = None
+        self._attached.pop(id(param.sharded), None)
+        if hasattr(param.sharded, "decoupled_grad"):
+            param.sharded.decoupled_grad = None
 
     @torch.no_grad()
     def scale_gradients(self, factor: float | torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -62,6 +63,14 @@ class Device:
     def use(self, stream: object) -> contextlib.AbstractContextManager:
         """Issues work, and allocates, on `stream` inside the context."""
         return torch.cuda.stream(stream) if self.is_cuda else contextlib.nullcontext()
+
+    def join(self, streams: Sequence[object]) -> None:
+        """Makes the current stream and `streams` wait for each other."""
+        current = self.current_stream()
+        for stream in streams:
+            current.wait_stream(stream)
+        for stream in streams:
+            stream.wait_stream(current)
 
     def record_event(self) -> Event:
         """An event recorded on the current stream."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -84,6 +85,10 @@ def strided_shard(dim: int, factor: int) -> Placement:
     """A Shard that is cut after axes to its right whose sizes multiply to `factor` (torch 2.4 to 2.13)."""
     return _StridedShard(dim, split_factor=factor)
 
+
+#: Keeps a function out of what torch.compile traces. `torch.compiler.disable` would import the compiler at once; this
+#: does so when the function is first called, as torch's own optimizers do (torch 2.1 to 2.13).
+uncompiled = _disable_dynamo
 
 # torch's own optimizers batch their work with these; they have no public spelling (torch 2.0 to 2.13).
 foreach_add_ = torch._foreach_add_

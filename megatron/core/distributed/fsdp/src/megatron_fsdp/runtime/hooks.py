@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from megatron_fsdp.machine.torch_compat import in_backward, version_of
+from megatron_fsdp.machine.torch_compat import in_backward, uncompiled, version_of
 from megatron_fsdp.runtime.moment import check_not_taken, end_interrupted_forward
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.stray_reads import explain
@@ -47,6 +47,7 @@ class _UnitHooks:
             "a module of a sharded model cannot be deep-copied; copy it before sharding, or copy its state_dict()."
         )
 
+    @uncompiled
     def pre_forward(self, module: nn.Module, args: tuple) -> None:
         schedule, unit = self._alive()
         check_not_taken(schedule, "a forward")
@@ -58,9 +59,12 @@ class _UnitHooks:
             schedule.recompute_forward(unit)
         else:
             schedule.pre_forward(unit)
+        unit.note_weights()
 
+    @uncompiled
     def post_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         schedule, unit = self._alive()
+        unit.check_weights()
         tensors = list(tensors_in(output))
         awaits_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         if awaits_backward:
@@ -72,6 +76,7 @@ class _UnitHooks:
         if unit.phase is not Phase.BACKWARD:
             schedule.post_forward(unit, awaits_backward=awaits_backward, lends=unit.lends(tensors))
 
+    @uncompiled
     def after_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
         """Runs also when the forward has raised."""
         schedule = self.schedule()

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.collectives import GradScale
@@ -39,7 +39,7 @@ class Schedule:
         self._gatherer = Gatherer(device)
         self._prefetch = Prefetch.of(config)
         # Memory that goes when the model does must not be handed out again while another stream still uses it.
-        weakref.finalize(self, _join, device, (*self._reducer.streams, *self._gatherer.streams)).atexit = False
+        weakref.finalize(self, device.join, (*self._reducer.streams, *self._gatherer.streams)).atexit = False
         self._order = Order([unit for unit in units if unit is not self.root], self.root)
         self._in_forward = False
         """The root's forward runs. Units may also be called outside it; then nothing is expected of the others."""
@@ -73,6 +73,8 @@ class Schedule:
         """What shows parameters of its own in place of the schedule's; until it ends, no forward can run."""
         self.before_forward: Callable[[], None] = lambda: None
         """Called when a forward of the whole model begins, before it communicates."""
+        self.before_gradients: Callable[[], Callable[[], None] | None] = lambda: None
+        """Gives what is called before the gradients of a backward join those that are there."""
         self.on_auto_sync = lambda: None
         """Called at the end of a backward when `model_auto_sync` is on."""
 
@@ -206,6 +208,7 @@ class Schedule:
     def _begin_backward(self) -> None:
         """**Collective**, if some unit lends its weights."""
         if not self._in_backward:
+            self._join_gradients()
             self._in_backward = True
             self._is_ending = False
             self._cursor = self._reduced = 0
@@ -266,6 +269,11 @@ class Schedule:
         finalizes = self.config.overlap_grad_reduce and (self.model_auto_sync or self.is_last_microbatch)
         self._reducer.reduce(unit, finalizes=finalizes)
 
+    def _join_gradients(self) -> None:
+        prepare = self.before_gradients()
+        if prepare is not None:
+            prepare()
+
     def finish_backward(self) -> None:
         """The outermost backward is over: completes what could not be completed unit by unit. **Collective**."""
         self._is_ending = True
@@ -315,6 +323,7 @@ class Schedule:
         """Finalizes what is still open, and makes the current stream wait for every reduction. **Collective**."""
         if self._in_backward:  # the last one raised before its end
             self._abandon_backward()
+        self._join_gradients()
         self._reduce_strays()  # of a backward that went through no unit's output
         self.finalize_open()
         self._reducer.wait()
@@ -381,12 +390,3 @@ class Schedule:
             facts = [group.facts for unit in self.units for group in unit.groups]
             axes = min(facts, key=lambda fact: fact.is_expert).axes  # those of experts need not reach all ranks
             self._order = agree(self._order, ran, axes, self.device.torch_device)
-
-
-def _join(device: Device, streams: Sequence[object]) -> None:
-    """Makes the current stream and the others wait for each other."""
-    current = device.current_stream()
-    for stream in streams:
-        current.wait_stream(stream)
-    for stream in streams:
-        stream.wait_stream(current)

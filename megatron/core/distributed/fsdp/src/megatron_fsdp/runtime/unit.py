@@ -109,6 +109,9 @@ class Unit:
         """Takes part in every backward; a frozen unit only once gradients have been seen to flow through it."""
         self.input_versions: dict[int, int] = {}
         """Version counters of the tensors that the forward in progress was given."""
+        self._unwritable = [raw for group in groups if group.loses_writes for raw in group.params]
+        self._weight_versions: list[int | None] = []
+        """Version counters of those weights when the forward in progress began."""
         self.shows_raw = True
         """Modules hold the full parameters."""
 
@@ -141,6 +144,21 @@ class Unit:
     def is_expected_in_backward(self) -> bool:
         """More of its own backward will come on this rank."""
         return self.calls > self.backwards and self.joins_backward
+
+    def note_weights(self) -> None:
+        """Remembers the weights that a forward must not change."""
+        self._weight_versions = [version_of(raw) for raw in self._unwritable]
+
+    def check_weights(self) -> None:
+        """Raises RuntimeError if the forward that ends has changed a weight in place: the change would be lost."""
+        for raw, before in zip(self._unwritable, self._weight_versions, strict=False):
+            if version_of(raw) != before:
+                fqn = next(param.fqn for param in self.params if param.raw is raw)
+                raise RuntimeError(
+                    f"the forward of unit {self.label} has changed {fqn} in place, which would be lost: the weights "
+                    "that modules see are copies of the main weights. Change parameters between steps, through "
+                    "to_local() or full_params()."
+                )
 
     def left_alone(self, value: object) -> bool:
         """`value`, an input of the unit's forward, has not been changed in place by it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -212,6 +212,18 @@ class MainGrad:
             if hasattr(param, "grad_added_to_main_grad"):
                 param.grad_added_to_main_grad = False
         self._staged = None
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Makes what has been accumulated for these parameters zero; the current stream has waited for reductions."""
+        if self.state is GradState.EMPTY:
+            return
+        held = [self.final if self.state is GradState.FINAL else self.buffer]
+        if self._aside is not None:
+            held.append(dataclasses.replace(self.final, data=self._aside))
+        views = [buffer.view(slot) for buffer in held for slot in slots]
+        views = [view for view in views if view.numel()]
+        if views:
+            foreach_zero_(views)
 
     def reset(self) -> None:
         """Forgets the gradient and frees its memory; the current stream has waited for whoever uses it."""

@@ -115,6 +115,11 @@ class ParamGroup:
         return self.main_grad.buffer.nbytes if self.main_grad is not None else 0
 
     @property
+    def loses_writes(self) -> bool:
+        """What a forward writes into its weights is overwritten by the main weights."""
+        return self.plan.gathers_weights or not self._shares_main
+
+    @property
     def gathered_storages(self) -> set[int]:
         """The storages that a gather fills and a release empties."""
         return {storage_id(full.data) for full in self._full} if self.plan.gathers_weights else set()

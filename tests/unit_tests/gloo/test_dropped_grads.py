@@ -1,0 +1,134 @@
+"""Gradients that users drop by any of torch's ways are dropped, and only those."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
+from tests.unit_tests.harness.communication import no_collectives
+from tests.unit_tests.harness.models import MLPBlock, TinyMLP
+from tests.unit_tests.harness.rank_pool import RankPool
+from tests.unit_tests.harness.sharded import flat_mesh
+
+
+def none_each(model: nn.Module, optimizer: Any) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+def inner_zero_grad(model: nn.Module, optimizer: Any) -> None:
+    getattr(model, "module", model).zero_grad()
+
+
+def some_layers(model: nn.Module, optimizer: Any) -> None:
+    getattr(model, "module", model).blocks[0].zero_grad()
+
+
+def torch_zero_grad(model: nn.Module, optimizer: Any) -> None:
+    torch.optim.Optimizer.zero_grad(optimizer)
+
+
+def in_place(model: nn.Module, optimizer: Any) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.zero_()
+
+
+WAYS = [none_each, inner_zero_grad, some_layers, torch_zero_grad, in_place]
+
+
+def train(drop: Callable, model: nn.Module, optimizer: Any, ranks: int, mine: slice, between: bool) -> list[list]:
+    """Weights after each of three steps; gradients are dropped after a step, or between forward and backward."""
+    seen = []
+    for step in range(3):
+        for part in range(2):
+            x = torch.randn(4 * ranks, 6, generator=torch.Generator().manual_seed(10 * step + part))[mine]
+            loss = model(x).square().mean()
+            if between and part == 0:
+                drop(model, optimizer)
+            loss.backward()
+        optimizer.step()
+        if not between:
+            drop(model, optimizer)
+        params = getattr(model, "module", model).parameters()
+        seen.append([getattr(p, "full_tensor", lambda p=p: p.detach().clone())() for p in params])
+    return seen
+
+
+def build() -> TinyMLP:
+    torch.manual_seed(0)
+    return TinyMLP()
+
+
+sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+
+
+def job_drop(strategy: int) -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for drop in WAYS:
+        # Between forward and backward the inner module shows the root's whole weights, whose gradients are not there.
+        for between in (False,) if drop is inner_zero_grad else (False, True):
+            plain = build()
+            expected = train(drop, plain, sgd(plain.parameters()), ranks, slice(None), between)
+            model = build()
+            mesh = {"device_mesh": flat_mesh(), "dp_shard_dim": "dp"}
+            sharded = fully_shard(
+                model, sgd(model.parameters()), fsdp_unit_modules=[MLPBlock], zero_dp_strategy=strategy, **mesh
+            )
+            mine = slice(4 * rank, 4 * rank + 4)
+            came = train(drop, *sharded, ranks, mine, between)
+            torch.testing.assert_close(came, expected, rtol=1e-5, atol=1e-6, msg=lambda m, d=drop: f"{d.__name__}: {m}")
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+def test_gradients_dropped_by_any_way_are_dropped(ranks2: RankPool, strategy: int) -> None:
+    ranks2.run(job_drop, strategy)
+
+
+def job_two_optimizers(strategy: int) -> None:
+    """Each optimizer steps and drops its gradients before the other steps."""
+    results = []
+    for is_sharded in (False, True):
+        model = build()
+        if is_sharded:
+            model = fully_shard_model(model, flat_mesh(), "dp", fsdp_unit_modules=[MLPBlock], zero_dp_strategy=strategy)
+        params = list(model.parameters())
+        optimizers = [sgd(params[:3]), sgd(params[3:])]
+        if is_sharded:
+            optimizers = [fully_shard_optimizer(optimizer) for optimizer in optimizers]
+        for step in range(3):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+            model(x).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        held = (
+            [group.main_grad_buffer.data.numel() for group in model.param_and_grad_buffer.parameter_groups]
+            if is_sharded
+            else []
+        )
+        assert not any(held), "a buffer of which nothing is left keeps its memory"
+        results.append([getattr(p, "full_tensor", lambda p=p: p.detach())() for p in params])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_two_optimizers_of_one_model_leave_each_other_alone(ranks2: RankPool, strategy: int) -> None:
+    ranks2.run(job_two_optimizers, strategy)
+
+
+def add_other_model() -> None:
+    one, two = (fully_shard_model(build(), flat_mesh(), "dp") for _ in range(2))
+    optimizer = fully_shard_optimizer(sgd(one.parameters()))
+    optimizer.add_param_group({"params": list(two.parameters())})
+    with no_collectives():
+        optimizer.step()
+
+
+def test_a_second_model_s_parameters_are_not_added_later(ranks2: RankPool) -> None:
+    ranks2.run_expecting(ValueError, "parameters of 2 sharded models", add_other_model)
