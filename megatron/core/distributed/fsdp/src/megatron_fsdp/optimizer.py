@@ -217,8 +217,11 @@ def _wrap_zero_grad(optimizer: torch.optim.Optimizer, model: Any) -> None:
     def zero_grad(self: torch.optim.Optimizer, *args: Any, zero_grad_buffer: bool = True, **kwargs: Any) -> Any:
         check_groups(self)
         result = base(self, *args, **kwargs)
-        if zero_grad_buffer:  # of its own parameters: others may be another optimizer's
-            model.param_and_grad_buffer.zero_grad(_params_of(self))
+        buffer, own = model.param_and_grad_buffer, _params_of(self)  # other parameters may be another optimizer's
+        if zero_grad_buffer:
+            buffer.zero_grad(own)
+        else:
+            buffer.detach_grads(own)
         return result
 
     _bind(optimizer, "zero_grad", zero_grad, base)

@@ -156,10 +156,12 @@ class ParamAndGradBuffer:
         else:
             group.main_grad.forget(slots)
 
-    def detach_grads(self) -> None:
-        """Takes the gradients off the parameters; the buffers keep them."""
+    def detach_grads(self, params: Iterable[nn.Parameter] | None = None) -> None:
+        """Takes the gradients off `params` (None: all); the buffers keep them."""
+        chosen = None if params is None else {id(param) for param in params}
         for _, param in self.trained():
-            self._detach(param)
+            if chosen is None or id(param.sharded) in chosen:
+                self._detach(param)
 
     def _detach(self, param: ManagedParam) -> None:
         param.sharded.grad = None
