@@ -11,6 +11,7 @@ from megatron.training.initialize import World
 from megatron.training.launch import Job
 from megatron.training.state import ModelProvider
 from megatron_fsdp.mcore import DistributedDataParallelConfig, FullyShardedDataParallel
+from megatron_fsdp.mcore.parallel_layout import modes_of, partition_dim
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,13 @@ def build_model(job: Job, provider: ModelProvider, world: World) -> FullySharded
     module = provider(job, core_config)
     for param in module.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(param)
-    logger.info("%s parameters", f"{count_parameters(module):,}")
+    logger.info("%s parameters", f"{count_parameters(module, config.dist.tensor_model_parallel_size):,}")
+    if job.plan.padded_vocab_size != job.tokenizer.vocab_size:
+        logger.info(
+            "vocabulary of %d padded to %d rows (--padded-vocab-size, --make-vocab-size-divisible-by)",
+            job.tokenizer.vocab_size,
+            job.plan.padded_vocab_size,
+        )
     module.to(world.device)
     if config.precision.bf16 or config.precision.fp16:
         module = Float16Module(core_config, module)
@@ -35,6 +42,9 @@ def build_model(job: Job, provider: ModelProvider, world: World) -> FullySharded
     )
 
 
-def count_parameters(module: torch.nn.Module) -> int:
-    """Elements of all parameters, tied ones once."""
-    return sum(param.numel() for param in module.parameters())
+def count_parameters(module: torch.nn.Module, tensor_parallel_size: int) -> int:
+    """Elements of all parameters of the model of which `module` is one tensor-parallel rank's part, tied ones once."""
+    return sum(
+        param.numel() * (1 if partition_dim(param, mode) is None else tensor_parallel_size)
+        for param, mode in modes_of(module)
+    )
