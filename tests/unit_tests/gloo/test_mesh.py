@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp import FSDPDistributedIndex, MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.machine.collectives import Axis
+from tests.unit_tests.harness.communication import no_collectives
 from tests.unit_tests.harness.mistakes import Mistake, assert_each_raises
 from tests.unit_tests.harness.models import TinyMLP, float_batches, square_loss
 
@@ -32,6 +33,21 @@ def expert_mesh() -> DeviceMesh:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_outer", "dp_shard_cp", "tp"))
     mesh[("dp_outer", "dp_shard_cp")]._flatten("hsdp")
     return mesh
+
+
+@functools.cache
+def mesh_of_ranks(*names, table):
+    """A mesh with ranks in this order, and its first two dimensions as one."""
+    mesh = DeviceMesh("cpu", torch.tensor(table), mesh_dim_names=names)
+    mesh[names[:2]]._flatten("both")
+    return mesh
+
+
+#: Rows ascend and columns do not, the other way round, both, and a grid whose rows are not neighbours.
+ROWS, COLUMNS = ((0, 3), (1, 2)), ((0, 1), (3, 2))
+CROSSED, INTERLEAVED = ((3, 2), (1, 0)), ((0, 2), (1, 3))
+#: Two dimensions that are flattened descend, the third one does not.
+FLAT = (((2, 3),), ((0, 1),))
 
 
 def ranks(group):
@@ -200,6 +216,15 @@ def test_the_walkthrough_trains(ranks4, outer_strategy):
     assert sum(sum(numels) for _, numels in results) == total * (1 if outer_strategy == "optim" else 2)
 
 
+def grid(table, *, tp_dim=False):
+    """Arguments: a two-dimensional mesh of which both are used."""
+    mesh = mesh_of_ranks("outer", "inner", table=table)
+    if tp_dim:
+        return {"device_mesh": mesh, "dp_shard_dim": "inner", "tp_dim": "outer"}
+    group = mesh["both"].get_group()
+    return {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer", "hybrid_fsdp_group": group}
+
+
 def make_wrong(what):
     mesh = walkthrough_mesh("hybrid")
     hsdp, outer, world = mesh["hsdp"].get_group(), mesh["dp_outer"].get_group(), mesh["hsdp"].get_group()
@@ -241,6 +266,21 @@ def make_wrong(what):
             "dp_outer_dim": "dp_outer",
             "hybrid_fsdp_group": walkthrough_mesh("cp")["cp"].get_group(),
         },
+        "descending columns": grid(ROWS),
+        "descending rows": grid(COLUMNS, tp_dim=True),
+        "descending everywhere": grid(CROSSED),
+        "descending experts": {
+            **grid(INTERLEAVED),
+            "expt_device_mesh": mesh_of_ranks("outer", "inner", table=COLUMNS),
+            "hybrid_fsdp_expt_group": hsdp,
+        },
+        "flattened across the grid": {
+            "device_mesh": mesh_of_ranks("outer", "inner", "tp", table=FLAT),
+            "dp_shard_dim": "both",
+            "tp_dim": "tp",
+        },
+        "expert hybrid group alone": {**plain, "hybrid_fsdp_expt_group": hsdp},
+        "expert hybrid group without its mesh": {**grid(INTERLEAVED), "hybrid_fsdp_expt_group": hsdp},
         "same dim twice": {**plain, "dp_outer_dim": "dp_shard", "hybrid_fsdp_group": hsdp},
         "outer behind shard": {
             "device_mesh": mesh,
@@ -249,7 +289,8 @@ def make_wrong(what):
             "hybrid_fsdp_group": hsdp,
         },
     }
-    FSDPDistributedIndex(**wrong[what])
+    with no_collectives():
+        FSDPDistributedIndex(**wrong[what])
 
 
 MISTAKES = [
@@ -268,6 +309,13 @@ MISTAKES = [
     ("strange experts", r"experts over ranks \[\d, \d\], of which device_mesh's data-parallel ranks \[\d, \d\] must"),
     ("hybrid group of other ranks", r"hybrid_fsdp_group has ranks \[\d, \d\]; expected \[\d, \d\]: all ranks of"),
     ("outer behind shard", r"has no sub-mesh of \('dp_shard', 'dp_outer'\); the outer dimension must come first"),
+    ("descending columns", r"device_mesh has ranks \[3, 2\] along 'outer', in this order; .*must ascend along each"),
+    ("descending rows", r"device_mesh has ranks \[3, 2\] along 'inner'.*init_device_mesh\('cpu', \(2, 2\), mesh_dim"),
+    ("descending everywhere", r"device_mesh has ranks \[3, 1\] along 'outer'"),
+    ("descending experts", r"expt_device_mesh has ranks \[3, 2\] along 'inner'"),
+    ("flattened across the grid", r"device_mesh has ranks \[2, 0\] along 'both'"),
+    ("expert hybrid group alone", "hybrid_fsdp_expt_group is given without dp_outer_dim and expt_device_mesh"),
+    ("expert hybrid group without its mesh", "hybrid_fsdp_expt_group is given without expt_device_mesh; it is all"),
     ("same dim twice", "dp_shard_dim and dp_outer_dim are both 'dp_shard'"),
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,8 +15,10 @@ from megatron_fsdp.config import (
     default_config,
     resolve,
 )
+from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.runtime.build import plan_and_check
 from megatron_fsdp.runtime.discovery import UnitPlan, resolve_unit_classes
+from megatron_fsdp.state.param_tags import is_expert_param
 
 #: Constructor options whose feature is not there, and the reason.
 _NOT_YET = {
@@ -79,3 +81,21 @@ def check_arguments(
         fine_grained=resolve_unit_classes(inside or [nn.Module], _RECURSE) if config.is_fine_grained else (),
     )
     return CheckedArguments(config, plans)
+
+
+def check_experts(plans: Sequence[UnitPlan], index: FSDPDistributedIndex) -> None:
+    """Checks that a model whose user made a mesh for experts has some.
+
+    Experts without their tag would take part in the dense collectives, and start from the first rank's.
+
+    Raises:
+        ValueError: no parameter is an expert's, though these would have other data-parallel ranks.
+    """
+    dense, experts = (index.get_dp_group(is_expert).size() for is_expert in (False, True))
+    if dense == experts or any(is_expert_param(param.raw) for plan in plans for param in plan.params):
+        return
+    raise ValueError(
+        f"expt_device_mesh spreads experts over {experts} data-parallel ranks and device_mesh everything else over "
+        f"{dense}, but no parameter is an expert's; set param.allreduce = False on every parameter of the experts "
+        "before sharding, or leave expt_device_mesh out for a model (or pipeline stage) without any."
+    )

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_fsdp.arguments import check_arguments
+from megatron_fsdp.arguments import check_arguments, check_experts
 from megatron_fsdp.config import (
     DEFAULT_POLICY,
     DistributedDataParallelConfig,
@@ -98,9 +98,12 @@ def fully_shard_model(
     config = _config_of(given)
     options = {option: given[name] for name, option in _MODEL_OPTIONS.items()}
     # Making a mesh communicates, so whatever can be wrong without one is found first.
-    check_arguments(module, config, mixed_precision_policy, options, has_expert_mesh=expt_device_mesh is not None)
+    has_expert_mesh = expt_device_mesh is not None
+    checked = check_arguments(module, config, mixed_precision_policy, options, has_expert_mesh=has_expert_mesh)
     mesh = MeshArguments(**{field.name: given[field.name] for field in dataclasses.fields(MeshArguments)})
     index = _make_index(mesh, outer_shards=config.outer_dp_sharding_strategy != NO_SHARD)
+    if has_expert_mesh:
+        check_experts(checked.plans, index)
     model = MegatronFSDP(module, index, config, mixed_precision_policy, **options)
     model.state_dict_hooks.preprocess = preproc_state_dict_for_dcp_ckpt
     return model

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.machine.collectives import Axis
+from megatron_fsdp.machine.mesh_grid import check_ascending, warn_of_unnamed
 
 
 class FSDPDistributedIndex:
@@ -25,8 +26,9 @@ class FSDPDistributedIndex:
 
     Raises:
         ValueError: a dimension is missing from a mesh or means two axes, one of `dp_outer_dim` and `hybrid_fsdp_group`
-            (`hybrid_fsdp_expt_group`, with an expert mesh) is missing, a group has other ranks than its dimension, or
-            experts are spread over ranks that are no dense data-parallel ones.
+            (`hybrid_fsdp_expt_group`, with an expert mesh) is missing, a group has other ranks than its dimension,
+            ranks do not ascend along a dimension of a mesh with several, or experts are spread over ranks that are no
+            dense data-parallel ones.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class FSDPDistributedIndex:
         self.fsdp_group_ag = fsdp_group_ag
         self.expt_fsdp_group_ag = expt_fsdp_group_ag
         self._check_names()
+        self._check_grids()
         self.mesh_library = self._register_submeshes()
         self.fsdp_group = device_mesh[dp_shard_dim].get_group()
         self.outer_fsdp_group = device_mesh[dp_outer_dim].get_group() if self.use_hybrid_fsdp else None
@@ -78,6 +81,12 @@ class FSDPDistributedIndex:
             names = ("dp_outer_dim", "hybrid_fsdp_group")
             given, missing = names if self.dp_outer_dim is not None else reversed(names)
             raise ValueError(f"{given} is given without {missing}; hybrid sharding needs both, plain sharding neither.")
+        missing = [name for name in ("dp_outer_dim", "expt_device_mesh") if getattr(self, name) is None]
+        if self.hybrid_fsdp_expt_group is not None and missing:
+            raise ValueError(
+                f"hybrid_fsdp_expt_group is given without {' and '.join(missing)}; it is all the ranks of outer x "
+                "shard of the expert mesh, so pass all three or leave it out."
+            )
         options = [option for option in ("dp_shard_dim", "dp_outer_dim", "tp_dim") if getattr(self, option) is not None]
         for position, option in enumerate(options):
             dim = getattr(self, option)
@@ -90,6 +99,13 @@ class FSDPDistributedIndex:
                         f"{option}={dim!r} is not a dimension of {mesh_name}, which has {mesh.mesh_dim_names}; "
                         "name the dimensions when the mesh is made, or flatten the ones you mean first."
                     )
+
+    def _check_grids(self) -> None:
+        dims = [dim for dim in (self.dp_outer_dim, self.dp_shard_dim, self.tp_dim) if dim is not None]
+        check_ascending(self.device_mesh, "device_mesh", dims)
+        if self.expt_device_mesh is not None:
+            check_ascending(self.expt_device_mesh, "expt_device_mesh", dims)
+        warn_of_unnamed(self.device_mesh, dims)
 
     def _check_groups(self) -> None:
         for is_expert, mesh in ((False, self.device_mesh), (True, self.expt_device_mesh)):

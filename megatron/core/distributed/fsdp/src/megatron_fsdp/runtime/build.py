@@ -22,7 +22,7 @@ from megatron_fsdp.runtime.materialize import check_resettable, materialize, mat
 from megatron_fsdp.runtime.unit import Unit
 from megatron_fsdp.state.codec import codec_for
 from megatron_fsdp.state.param_group import GroupFacts, ParamGroup
-from megatron_fsdp.state.param_tags import has_single_owner, is_no_shard
+from megatron_fsdp.state.param_tags import has_single_owner, is_expert_param, is_no_shard
 from megatron_fsdp.state.tensor_parallel import local_part
 
 
@@ -69,7 +69,7 @@ def plan_and_check(
         )
     if from_meta:
         check_resettable(module)
-    experts = [param.fqn for param in params if _is_expert(param.raw)]
+    experts = [param.fqn for param in params if is_expert_param(param.raw)]
     if experts and not has_expert_mesh:
         raise ValueError(f"{experts[0]} is an expert parameter (allreduce=False); pass expt_device_mesh.")
     for param in params:
@@ -161,10 +161,6 @@ def grad_scales(index: FSDPDistributedIndex, config: EngineConfig) -> dict[bool,
     return {False: GradScale(1.0, average=True), True: GradScale(expert_factor, average=True)}
 
 
-def _is_expert(param: nn.Parameter) -> bool:
-    return not getattr(param, "allreduce", True)
-
-
 def _plan_groups(plan: UnitPlan, request: BuildRequest) -> tuple[GroupPlan, ...]:
     specs = []
     for param in plan.params:
@@ -173,7 +169,7 @@ def _plan_groups(plan: UnitPlan, request: BuildRequest) -> tuple[GroupPlan, ...]
             codec=(type(codec).__name__, codec.planes(param.raw)),
             dtype=codec.grad_dtype(param.raw),
             requires_grad=param.raw.requires_grad,
-            is_expert=_is_expert(param.raw),
+            is_expert=is_expert_param(param.raw),
             is_replicated=is_no_shard(param.raw) or param.raw.dim() == 0,
         )
         shape = tuple(local_part(param.raw).shape)
@@ -272,7 +268,7 @@ def _modules_of_experts(root: nn.Module) -> set[nn.Module]:
 
     def visit(module: nn.Module, is_inside: bool) -> None:
         params = list(module.parameters())
-        is_inside = all(map(_is_expert, params)) if params else is_inside
+        is_inside = all(map(is_expert_param, params)) if params else is_inside
         if is_inside:
             found.add(module)
         for child in module.children():

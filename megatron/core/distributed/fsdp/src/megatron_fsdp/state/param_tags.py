@@ -75,3 +75,8 @@ def is_no_shard(param: torch.Tensor) -> bool:
 def has_single_owner(param: torch.Tensor) -> bool:
     """True if `fsdp_single_owner` marked this parameter."""
     return getattr(param, SINGLE_OWNER_TAG, False)
+
+
+def is_expert_param(param: torch.Tensor) -> bool:
+    """True if `allreduce=False` marks this parameter as an expert's, which lives on the expert mesh."""
+    return not getattr(param, "allreduce", True)
