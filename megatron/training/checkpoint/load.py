@@ -32,6 +32,8 @@ _UNEXPECTED_MATTERS = ("model.", "optimizer.state.")
 _MODEL = "model.module."
 _PER_PARAMETER = ("optimizer.state.", "optimizer.param_to_group_meta.")
 """Parts with several values for each parameter."""
+_ROWS_OF_VOCABULARY = (".word_embeddings.weight", ".output_layer.weight")
+"""Ends of the names of parameters with one row for each id."""
 
 
 class MissingCheckpointError(RunError):
@@ -163,6 +165,7 @@ def compare(values: Mapping[str, Any], saved: Metadata) -> Difference:
     matters = tuple(prefix for prefix in _UNEXPECTED_MATTERS if any(name.startswith(prefix) for name in wanted))
     shapes = [
         f"{name}: {tuple(there[name].size)} in the checkpoint, {tuple(value.shape)} in the run"
+        + _padding_to_ask_for(name, there[name].size, value.shape)
         for name, value in wanted.items()
         if isinstance(value, torch.Tensor)
         and not name.startswith(_PER_PARAMETER)  # as the parameter itself
@@ -174,6 +177,13 @@ def compare(values: Mapping[str, Any], saved: Metadata) -> Difference:
         unexpected=tuple(sorted(name for name in there.keys() - wanted.keys() if name.startswith(matters))),
         shapes=tuple(sorted(shapes)),
     )
+
+
+def _padding_to_ask_for(name: str, saved: torch.Size, wanted: torch.Size) -> str:
+    """What to do about a table of the vocabulary that has other rows."""
+    if not name.endswith(_ROWS_OF_VOCABULARY) or saved[1:] != wanted[1:]:
+        return ""
+    return f"; if the tokenizer is the same, pass --padded-vocab-size {saved[0]}"
 
 
 def _rng_source(run: Run, saved: Metadata) -> str:

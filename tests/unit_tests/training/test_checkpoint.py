@@ -109,6 +109,8 @@ def test_a_checkpoint_of_another_model(mcore_ranks1, saved):
     _, folder = saved
     load = f"--load {folder} "
     fits_not = functools.partial(mcore_ranks1.run_expecting, ValueError)
+    rows = r"word_embeddings.weight: \(128, 32\) in .* \(256, 32\) in .*; .* pass --padded-vocab-size 128"
+    fits_not(rows, run_all, load + "--padded-vocab-size 256")
     # Both layers' weights are listed, not only the first that differs.
     shapes = r"(?s)shape.*layers.0.mlp.linear_fc1.weight: \(128, 32\) in the checkpoint, \(64, 32\) in.*layers.1"
     fits_not(shapes, run_all, load + "--ffn-hidden-size 64")
