@@ -281,6 +281,10 @@ def do(action: str) -> None:
         "bfloat16": model.bfloat16,
         "to": functools.partial(model.to, torch.float64),
         "meta": functools.partial(model.to, "meta"),
+        "inner half": model.module.half,
+        "inner to": functools.partial(model.module.to, torch.float64),
+        "inner meta": functools.partial(model.module.to, "meta"),
+        "outside": nn.Sequential(model.module).bfloat16,
         "copy": functools.partial(copy.deepcopy, model),
         "force": functools.partial(model.finish_grad_sync, force_all_reduce=True),
         "register": model.param_and_grad_buffer.manual_buffer_registration,
@@ -298,6 +302,10 @@ ACTIONS = [
     ("bfloat16", RuntimeError, "do it before sharding"),
     ("to", RuntimeError, "do it before sharding"),
     ("meta", RuntimeError, "do it before sharding"),
+    ("inner half", RuntimeError, r"cannot be moved or cast \(from torch.float32 .* to torch.float16"),
+    ("inner to", RuntimeError, "do it before sharding"),
+    ("inner meta", RuntimeError, "do it before sharding"),
+    ("outside", RuntimeError, "do it before sharding"),
     ("copy", NotImplementedError, "copy the module before sharding"),
     ("force", ValueError, "sharded ones are reduced to their owners"),
     ("register", RuntimeError, "needs nccl_ub=True"),
@@ -321,7 +329,8 @@ def test_what_a_sharded_model_cannot_do(ranks2):
 def move_to_where_it_is() -> bool:
     model = sharded()
     with no_collectives():
-        return model.to("cpu") is model and model.float() is model
+        is_inner_same = model.module.to("cpu") is model.module and model.module.float() is model.module
+        return model.to("cpu") is model and model.float() is model and is_inner_same
 
 
 def test_moving_a_model_to_where_it_is_does_nothing(ranks2):

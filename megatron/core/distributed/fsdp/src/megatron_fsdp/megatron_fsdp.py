@@ -20,6 +20,7 @@ from megatron_fsdp.dtensor import make_sharded_param, tensor_parallel_group
 from megatron_fsdp.full_params import full_params
 from megatron_fsdp.full_state_dict import check_is_whole, full_state_dict, whole_shards
 from megatron_fsdp.grad_norm import clip_grad_norm
+from megatron_fsdp.inner_apply import InnerApply
 from megatron_fsdp.machine.allocator import ResizePool, StoragePool
 from megatron_fsdp.machine.device import Device
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
@@ -150,6 +151,7 @@ class MegatronFSDP(nn.Module):
         self._schedule.on_auto_sync = lambda: owner().finish_grad_sync()  # keeps no model alive
         self._nan_report = NanReport.wanted(self._schedule, self.dist_index, self.config_resolved)
         self._schedule.before_forward = Structure(self.module, units).check
+        self.module._apply = InnerApply(self.module, owner)
         self._hooks = install_hooks(self._schedule)
         self.state_dict_hooks = StateDictHooks(self._schedule)
         self.state_dict_hooks.install(self.module)
