@@ -154,7 +154,7 @@ BUFFER_METHODS = {
     "manual_buffer_registration": "(self)",
     "copy_main_weights_to_model_weights": "(self)",
     "update_main_grads": "(self)",
-    "zero_grad": "(self)",
+    "zero_grad": "(self, params=None)",
     "scale_gradients": "(self, factor)",
 }
 UNEVEN_DTENSOR = {

@@ -269,6 +269,6 @@ def make_sharded_param(param: ManagedParam, group: ParamGroup, slot: int, index:
 
 
 def cast_grad(sharded: nn.Parameter, final: FlatBuffer) -> DTensor:
-    """The finalized gradient of a sharded parameter in the parameter's dtype; every rank has one, perhaps of no rows."""
+    """The finalized gradient of a sharded parameter in its dtype; every rank has one, perhaps of no rows."""
     spec: ShardSpec = sharded.megatron_fsdp_spec
     return spec.wrap(final.view(spec.slot).to(sharded.dtype))

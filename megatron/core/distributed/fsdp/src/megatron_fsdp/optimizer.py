@@ -41,7 +41,9 @@ def fully_shard_optimizer(
     `step` gains `sync_grad_before_optimizer_step=True` (waits for gradient reductions and attaches gradients, unless
     the model does so by itself) and `install_optimized_model_weights=True`; `zero_grad` gains `zero_grad_buffer=True`.
     All ranks must call both. Without the install, what the next forward reads is undefined until
-    `install_optimized_model_weights()`: strategy 3 casts main weights when it gathers them. `load_state_dict` takes full tensors too. Calling this again changes nothing.
+    `install_optimized_model_weights()`: strategy 3 casts main weights when it gathers them. `zero_grad` drops the
+    gradients of the optimizer's own parameters. `load_state_dict` takes full tensors too. Calling this again changes
+    nothing.
 
     Args:
         optimizer: any torch optimizer that updates element by element; or Muon, SOAP, Shampoo or Adafactor over

@@ -95,7 +95,7 @@ class ParamGroup:
 
     @property
     def model_weight_buffer(self) -> FlatBuffer:
-        """The resting compute weight (its first plane); without memory where it is cast from the main weight in gathers."""
+        """The resting compute weight (its first plane); without memory where gathers cast the main weight."""
         return self._weights[0]
 
     @property
