@@ -15,7 +15,7 @@ from tests.unit_tests.harness.reference import DtypePolicy, train_reference
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs/equivalence.md"
 #: Every cell takes minutes on two cores; a step that divides no number of choices meets each of them.
-STRIDE = 1 if os.environ.get("MEGATRON_FSDP_ALL_CELLS", "0") != "0" else 5
+STRIDE = 1 if os.environ.get("MEGATRON_FSDP_ALL_CELLS", "0") != "0" else 11
 #: Parts that a world's cells are run in, to keep each test short.
 PARTS = {1: 1, 2: 2, 3: 2, 4: 4} if STRIDE == 1 else {1: 1, 2: 1, 3: 1, 4: 2}
 

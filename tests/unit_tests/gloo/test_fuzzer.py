@@ -13,7 +13,7 @@ from tests.unit_tests.harness.rank_pool import RankPool
 #: Another number tries other models.
 BASE = int(os.environ.get("MEGATRON_FSDP_FUZZ_SEED", "0"))
 #: Programs of one test, and tests by number of ranks.
-COUNT = 15
+COUNT = 10
 TESTS = {2: 2, 3: 1}
 
 
