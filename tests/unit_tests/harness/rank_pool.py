@@ -10,31 +10,35 @@ Starting a rank imports torch once, in a fork server; after that each job is one
 """
 
 import contextlib
-import gc
-import io
 import itertools
 import multiprocessing
 import os
 import pickle
-import random
 import re
 import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing import connection
-from pathlib import Path
 from typing import Any
 
-REPO_ROOT = Path(__file__).resolve().parents[3]
-ENGINE_SOURCE = REPO_ROOT / "megatron/core/distributed/fsdp/src"
+from tests.unit_tests.harness.rank_process import (
+    CHECK_TIMEOUT_S,
+    REPO_ROOT,
+    Failure,
+    check_default_group,
+    import_paths,
+    qualified_name,
+    serve,
+    set_up,
+)
 
+__all__ = ["REPO_ROOT", "RankError", "RankPool", "import_paths", "results_agree", "setup_mcore"]
+
+#: What ranks would import one by one: torch, what torch imports late, and what most jobs need.
 PRELOADED_MODULES = [
     "torch",
     "torch.distributed",
@@ -42,26 +46,18 @@ PRELOADED_MODULES = [
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "torch.utils.checkpoint",
+    "torch._dynamo",
+    "pytest",
+    "megatron_fsdp",
+    "tests.unit_tests.harness.parity",
 ]
 
 START_TIMEOUT_S = 120.0
-CHECK_TIMEOUT_S = 10.0
 #: Once one rank has failed its peers usually wait for it in a collective; this is how long they get to prove otherwise.
 PEER_GRACE_S = 2.0
 #: Every gloo group costs threads and sockets. Destroying a job's groups would break meshes held by DTensor's caches,
 #: so a pool with more leftovers than this is replaced instead.
 MAX_LEFTOVER_GROUPS = 64
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What one rank raised."""
-
-    type_names: tuple[str, ...]
-    """Qualified names of the exception's class and of its bases."""
-
-    message: str
-    traceback: str
 
 
 class RankError(RuntimeError):
@@ -109,7 +105,7 @@ class RankPool:
     ) -> None:
         """Asserts that `fn(*args)` raises `exc_type` with a message matching the regex `match` on *every* rank."""
         replies = self._run(fn, args, timeout_s)
-        expected = _qualified_name(exc_type)
+        expected = qualified_name(exc_type)
         for rank, reply in enumerate(replies):
             tag = f"[rank {rank}/{self.world_size}]"
             if not isinstance(reply, Failure):
@@ -136,7 +132,7 @@ class RankPool:
         if not is_alive:
             self._kill()
             return replies
-        checks, is_alive = self._round((_check_default_group, (next(self._job_ids),)), CHECK_TIMEOUT_S)
+        checks, is_alive = self._round((check_default_group, (next(self._job_ids),)), CHECK_TIMEOUT_S)
         is_intact = is_alive and not any(isinstance(check, Failure) for check in checks)
         if not is_intact or max(checks) > MAX_LEFTOVER_GROUPS:
             self._kill()
@@ -153,13 +149,13 @@ class RankPool:
             for rank in range(self.world_size):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=_serve, args=(theirs, rank, self.world_size, store), daemon=True, name=f"rank{rank}"
+                    target=serve, args=(theirs, rank, self.world_size, store), daemon=True, name=f"rank{rank}"
                 )
                 process.start()
                 theirs.close()
                 self._processes.append(process)
                 self._pipes.append(ours)
-        replies, _ = self._round((_set_up, (self._setup,)), START_TIMEOUT_S)
+        replies, _ = self._round((set_up, (self._setup,)), START_TIMEOUT_S)
         failures = {rank: reply for rank, reply in enumerate(replies) if isinstance(reply, Failure)}
         if failures:
             self._kill()
@@ -216,11 +212,6 @@ class RankPool:
             self._rendezvous = None
 
 
-def import_paths() -> list[str]:
-    """What a process must have on its path to import the tests, the engine and the training package."""
-    return [str(REPO_ROOT), str(ENGINE_SOURCE)]
-
-
 def setup_mcore() -> None:
     """Prepares a rank for tests on megatron-core, which is slow to import and needs help on CPU."""
     import megatron.core.parallel_state  # noqa: F401
@@ -235,7 +226,7 @@ def setup_mcore() -> None:
 def _no_answer(timeout_s: float, has_failed_peer: bool) -> Failure:
     why = "another rank failed" if has_failed_peer else f"timeout of {timeout_s:g} s"
     message = f"no answer ({why}); the rank was killed"
-    return Failure((_qualified_name(TimeoutError), "RankTimeout"), message, message)
+    return Failure((qualified_name(TimeoutError), "RankTimeout"), message, message)
 
 
 def _unpickled(reply: bytes) -> Any:
@@ -243,7 +234,7 @@ def _unpickled(reply: bytes) -> Any:
     try:
         return pickle.loads(reply)
     except Exception as error:  # noqa: BLE001  (whatever a result's class raises)
-        names = tuple(_qualified_name(cls) for cls in type(error).__mro__)
+        names = tuple(qualified_name(cls) for cls in type(error).__mro__)
         return Failure(names, str(error), f"the result could not be unpickled: {traceback.format_exc()}")
 
 
@@ -254,10 +245,6 @@ def _raise(world_size: int, failures: dict[int, Failure]) -> None:
 
         pytest.skip(skipped[0].message)
     raise RankError(world_size, failures)
-
-
-def _qualified_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 @contextlib.contextmanager
@@ -287,116 +274,6 @@ def _start_environment() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-# ---- below: what runs in a rank's process ----
-
-
-def _serve(pipe: connection.Connection, rank: int, world_size: int, store: str) -> None:
-    """Answers jobs until the parent says None or goes away."""
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    sys.path[:0] = [path for path in import_paths() if path not in sys.path]
-
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    # torchrun's variables, for code that reads them.
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
-    )
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
-    )
-    # What exists now lives for ever; frozen, it does not slow the collection after each job.
-    gc.freeze()
-    while True:
-        try:
-            message = pipe.recv_bytes()
-        except (EOFError, OSError):
-            os._exit(0)
-        reply = _answer(message)
-        if reply is None:
-            break
-        pipe.send_bytes(reply)
-    # Tearing the group down waits for peers that may be gone; the process ends anyway.
-    os._exit(0)
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
-
-
-def _answer(message: bytes) -> bytes | None:
-    """The pickled result or Failure of one job; None for the wish to end."""
-    try:
-        job = pickle.loads(message)
-        if job is None:
-            return None
-        fn, args = job
-        _reset_process_state()
-        result = _dumps(fn(*args))
-    except BaseException as error:  # noqa: BLE001  (a rank survives whatever a job raises, SystemExit included)
-        names = tuple(_qualified_name(cls) for cls in type(error).__mro__)
-        result = pickle.dumps(Failure(names, str(error), traceback.format_exc()))
-    gc.collect()
-    return result
-
-
-def _reset_process_state() -> None:
-    import torch
-
-    torch.manual_seed(0)
-    random.seed(0)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(0)
-    torch.set_grad_enabled(True)
-    torch.set_default_dtype(torch.float32)
-    torch.use_deterministic_algorithms(False)
-
-
-def _dumps(value: Any) -> bytes:
-    """Pickles by value: no shared memory, and of a view only its own elements."""
-    import torch
-
-    class ByValue(pickle.Pickler):
-        def reducer_override(self, obj: Any) -> Any:
-            if type(obj) is torch.Tensor and obj.untyped_storage().nbytes() > obj.numel() * obj.element_size():
-                return obj.detach().clone(memory_format=torch.contiguous_format).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-            return NotImplemented
-
-    stream = io.BytesIO()
-    ByValue(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-    return stream.getvalue()
-
-
-def _set_up(setup: Callable[[], None] | None) -> None:
-    if setup is not None:
-        setup()
-
-
-def _check_default_group(job_id: int) -> int:
-    """How many groups exist besides the default one, in which all ranks must meet. **Collective.**"""
-    import torch
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        raise RuntimeError("the job destroyed the default process group")
-    _forget_mcore_groups()
-    met = torch.full((1,), job_id)
-    dist.all_reduce(met, async_op=True).wait(timedelta(seconds=CHECK_TIMEOUT_S / 2))
-    if met.item() != job_id * dist.get_world_size():
-        raise RuntimeError("the job left collectives behind: the default process group is out of step")
-    return len(dist.distributed_c10d._world.pg_map) - 1
-
-
-def _forget_mcore_groups() -> None:
-    parallel_state: Any = sys.modules.get("megatron.core.parallel_state")
-    if parallel_state is not None and parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
 
 
 def results_agree(results: Sequence[Any]) -> bool:
