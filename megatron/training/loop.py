@@ -4,7 +4,7 @@ A new feature is a callback or a function call here, never a branch.
 """
 
 from megatron.training.callbacks import Callback
-from megatron.training.checkpoint.save import save_checkpoint
+from megatron.training.checkpoint.save import Saver
 from megatron.training.evaluate import validate
 from megatron.training.state import Run, is_due
 from megatron.training.step import train_step
@@ -14,7 +14,7 @@ from megatron.training.stopping import Stopper
 def train(run: Run, callbacks: Callback, stopper: Stopper) -> str | None:
     """Trains to the last iteration; gives back why it stopped earlier, if it did. **Collective.**"""
     config, saved_at = run.config, run.state.iteration
-    reason = None
+    saver, reason = Saver(run), None
     while run.state.iteration < run.plan.train_iters and reason is None:
         callbacks.before_step(run)
         result = train_step(run)
@@ -24,10 +24,10 @@ def train(run: Run, callbacks: Callback, stopper: Stopper) -> str | None:
             report_validation(run, callbacks)
         reason = stopper.reason(run)
         if reason is not None or is_due(config.checkpoint.save_interval, run):
-            save_checkpoint(run)
+            saver.save()
             saved_at = run.state.iteration
     if saved_at != run.state.iteration:
-        save_checkpoint(run)
+        saver.save()
     return reason
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from megatron.training.agree import on_every_rank, on_first_rank
 from megatron.training.checkpoint.contents import Parts, contents, flattened, rank_key
-from megatron.training.checkpoint.damage import what_failed
+from megatron.training.checkpoint.damage import changed_files, in_words, what_failed
 from megatron.training.checkpoint.paths import damaged, folder_to_load
 from megatron.training.checkpoint.random_state import restore
 from megatron.training.checkpoint.schedule import load_schedule
@@ -102,6 +103,8 @@ def load_checkpoint(run: Run) -> bool:
             raise MissingCheckpointError(f"--load {checkpoint.load} has no checkpoint")
         logger.warning("--load %s has no checkpoint; starting anew", checkpoint.load, extra=ON_EVERY_RANK)
         return False
+    if checkpoint.verify_checksums:
+        _verify(folder, run)
     _read(run, folder, parts_to_load(run))
     logger.info("loaded %s, at iteration %d", folder, run.state.iteration)
     return True
@@ -116,6 +119,16 @@ def parts_to_load(run: Run) -> Parts:
         optimizer=resumes and checkpoint.load_optim and run.optimizer is not None,
         rng=resumes and checkpoint.load_rng and run.optimizer is not None,
     )
+
+
+def _verify(folder: Path, run: Run) -> None:
+    """Raises ValueError with every file that was changed since it was written. **Collective.**"""
+    ranks = run.world.ranks
+    mine = on_every_rank(lambda: changed_files(folder, ranks.rank, ranks.world_size), run.world.device)
+    problems: list[list[str]] = [[]] * ranks.world_size
+    dist.all_gather_object(problems, mine)
+    if problem := in_words([each for of_rank in problems for each in of_rank]):
+        raise ValueError(damaged(folder, problem))
 
 
 def _read(run: Run, folder: Path, parts: Parts) -> None:

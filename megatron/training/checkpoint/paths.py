@@ -1,16 +1,36 @@
 """Where checkpoints lie: `<root>/iter_0000010/`, and a file that names the latest complete one."""
 
-import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.training.checkpoint import manifest
 from megatron.training.checkpoint.damage import damage
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Names the latest iteration; written last, so that it never names half a checkpoint."""
+TRACKER_PARTIAL = f".{TRACKER}.partial"
+"""The same while it is being written."""
 RUN_CONFIG = "run_config.yaml"
 """The run's configuration, for people and for checks; `--yaml-cfg` reads it."""
 RELEASE = "release"
 """What the tracker says of weights that were converted, not trained here."""
+
+PARTIAL, REPLACED, DELETED = "partial", "replaced", "deleted"
+"""What a hidden folder is: being written; the one before of the same iteration; being deleted."""
+_HIDDEN = re.compile(rf"\.iter_(\d{{7,}})(?:\.[0-9a-f]+)?\.({PARTIAL}|{REPLACED}|{DELETED})")
+_COMPLETE = re.compile(r"iter_(\d{7,})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hidden:
+    """A folder that is no checkpoint that anyone may see."""
+
+    path: Path
+    iteration: int
+    kind: str
+    """`PARTIAL`, `REPLACED` or `DELETED`."""
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -18,9 +38,25 @@ def iteration_folder(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def partial_folder(root: Path, iteration: int) -> Path:
-    """Where it is written before it is complete; on the same file system, so that renaming is one step."""
-    return root / f".iter_{iteration:07d}.partial"
+def iteration_folders(root: Path) -> dict[int, Path]:
+    """All of them by iteration, in order."""
+    found = {path: _COMPLETE.fullmatch(path.name) for path in root.iterdir() if path.is_dir()}
+    return dict(sorted((int(match[1]), path) for path, match in found.items() if match))
+
+
+def hidden_folder(root: Path, iteration: int, token: str, kind: str) -> Path:
+    """A hidden folder beside it; on the same file system, so that renaming is one step.
+
+    `token` tells runs apart: what is left of one that was killed must not write into the folder of the next.
+    """
+    return root / f".iter_{iteration:07d}.{token}.{kind}"
+
+
+def all_hidden(root: Path) -> Iterator[Hidden]:
+    """The hidden folders in `root`, whoever made them."""
+    for path in sorted(root.iterdir()):
+        if (match := _HIDDEN.fullmatch(path.name)) and path.is_dir():
+            yield Hidden(path=path, iteration=int(match[1]), kind=match[2])
 
 
 def read_tracker(root: Path) -> int | str | None:
@@ -38,33 +74,39 @@ def read_tracker(root: Path) -> int | str | None:
     return int(text)
 
 
-def write_tracker(root: Path, iteration: int) -> None:
-    """Makes `iteration` the latest, in one step."""
-    partial = root / f".{TRACKER}.partial"
-    partial.write_text(str(iteration), encoding="utf-8")
-    os.replace(partial, root / TRACKER)
-
-
 def folder_to_load(root: Path, step: int | None) -> Path | None:
     """The checkpoint of iteration `step`, or the latest one; None if there is none at all.
+
+    The only one needs no tracker if it has a manifest: its run was killed right before it wrote the tracker.
 
     Raises:
         ValueError: the one that is asked for is not there, or damaged, or nothing says which one is the latest.
     """
     wanted = read_tracker(root) if step is None else step
     if wanted is None:
-        if there := sorted(path.name for path in root.glob("iter_*")):
+        there = sorted(root.glob("iter_*"))
+        if not there:
+            return None
+        if len(there) > 1 or not (there[0] / manifest.MANIFEST).exists():
             raise ValueError(
-                f"{root} has no {TRACKER}, but {', '.join(there)}; pass --ckpt-step to choose an iteration "
-                f"({complete_iterations(root)}), or another --load"
+                f"{root} has no {TRACKER}, but {', '.join(path.name for path in there)}; pass --ckpt-step to choose "
+                f"an iteration ({complete_iterations(root)}), or another --load"
             )
-        return None
-    folder = root / RELEASE if wanted == RELEASE else iteration_folder(root, wanted)
+    folder = there[0] if wanted is None else _folder_of(root, wanted)
     if not folder.exists():
         raise ValueError(f"{folder} does not exist; {complete_iterations(root)}")
     if problem := damage(folder):
         raise ValueError(damaged(folder, problem))
     return folder
+
+
+def _folder_of(root: Path, wanted: int | str) -> Path:
+    """Where it lies: under its name, or beside it if a run was killed in the moment of replacing it."""
+    folder = root / RELEASE if wanted == RELEASE else iteration_folder(root, wanted)
+    if folder.exists() or not root.exists():
+        return folder
+    replaced = [each.path for each in all_hidden(root) if (each.kind, each.iteration) == (REPLACED, wanted)]
+    return next(iter(replaced), folder)
 
 
 def damaged(folder: Path, problem: str) -> str:

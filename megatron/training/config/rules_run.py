@@ -12,8 +12,8 @@ REQUIRED = ("model.num_layers", "model.hidden_size", "model.num_attention_heads"
 POSITIVE = (*REQUIRED[:5], "model.ffn_hidden_size", "model.kv_channels", "model.num_query_groups",
             "model.max_position_embeddings", "train.global_batch_size", "train.train_iters", "train.train_samples",
             "train.exit_interval", "train.exit_duration_in_mins", "validation.eval_interval",
-            "checkpoint.save_interval", "logger.log_interval", "logger.tensorboard_log_interval",
-            "data.num_dataset_builder_threads",
+            "checkpoint.save_interval", "checkpoint.save_retain_interval", "logger.log_interval",
+            "logger.tensorboard_log_interval", "data.num_dataset_builder_threads",
             "tokenizer.make_vocab_size_divisible_by", "tokenizer.vocab_size", "tokenizer.padded_vocab_size",
             "recompute.recompute_num_layers", "dist.distributed_timeout_minutes",
             "dist.tensor_model_parallel_size", "scheduler.lr_decay_iters",
@@ -259,8 +259,8 @@ def batch_divides(config: RunConfig, setting: Setting) -> str | None:
 def checkpoint_flags_have_their_directory(config: RunConfig, setting: Setting) -> Iterator[str]:
     """Flags of saving need --save, flags of loading --load."""
     for needed, paths in (
-        ("save", ("save_interval", "save_optim", "save_rng")),
-        ("load", ("ckpt_step", "load_optim", "load_rng", "finetune", "exit_on_missing_checkpoint")),
+        ("save", ("save_interval", "save_retain_interval", "save_optim", "save_rng")),
+        ("load", ("ckpt_step", "load_optim", "load_rng", "finetune", "exit_on_missing_checkpoint", "verify_checksums")),
     ):
         if getattr(config.checkpoint, needed) is not None:
             continue
@@ -269,6 +269,15 @@ def checkpoint_flags_have_their_directory(config: RunConfig, setting: Setting) -
             if getattr(config.checkpoint, name) != flag.default:
                 spelled = flag.off[0] if flag.default is True else flag.on[0]
                 yield f"{spelled} needs --{needed} DIRECTORY"
+
+
+@rule
+def retained_checkpoints_are_saved(config: RunConfig, setting: Setting) -> str | None:
+    """What is kept is among what is written."""
+    save, retain = config.checkpoint.save_interval, config.checkpoint.save_retain_interval
+    if retain is None or (save and retain % save == 0):
+        return None
+    return f"--save-retain-interval {retain} should be a multiple of --save-interval, which is {save or 'not given'}"
 
 
 @rule

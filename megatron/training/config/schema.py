@@ -190,6 +190,9 @@ class CheckpointConfig:
     save_interval: int | None = None
     """Iterations between checkpoints; one is written after the last iteration in any case."""
 
+    save_retain_interval: int | None = None
+    """Keep checkpoints whose iteration is divisible by this, and the latest; delete the others. Default: keep all."""
+
     save_optim: bool = True
     """Write the optimizer's state."""
 
@@ -216,6 +219,9 @@ class CheckpointConfig:
 
     ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] | None = None
     """Format of checkpoints; auto: fsdp_dtensor, the only one of Megatron-FSDP."""
+
+    verify_checksums: bool = True
+    """Read all files once before loading, to compare them with the checksums that were saved; sizes always are."""
 
     strict_fsdp_dtensor_load: bool = True
     """Fail if the checkpoint lacks a value, instead of keeping the model's own."""

@@ -1,9 +1,11 @@
 """What a checkpoint holds, what its flags mean, and what its errors say."""
 
+import errno
 import functools
 import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -42,7 +44,7 @@ def test_the_layout(saved):
     ]  # fmt: skip
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2"
     files = sorted(path.name for path in (folder / "iter_0000002").iterdir())
-    assert files == [".metadata", "__0_0.distcp", "run_config.yaml"]
+    assert files == [".metadata", "__0_0.distcp", "manifest.json", "run_config.yaml"]
     config = from_yaml(folder / "iter_0000002" / "run_config.yaml")
     assert config.checkpoint.save == folder and config.train.train_iters == 3
 
@@ -203,9 +205,14 @@ def test_a_damaged_checkpoint_is_one_sentence(mcore_ranks1, damageable):
     message = rf"iter_0000002 is no complete fsdp_dtensor .*: __0_0.distcp has \d+ of {len(whole)} bytes{OTHERS}"
     mcore_ranks1.run_expecting(RunError, message, run_all, f"--load {damageable}")
     data.write_bytes(b"\xff" * len(whole))
-    message = f"iter_0000002 is no complete fsdp_dtensor checkpoint: rank 0 cannot read it [(][^\n]*[)]{OTHERS}"
+    message = rf"iter_0000002 is no .*: __0_0.distcp is not what was written \(its checksum differs\){OTHERS}"
     mcore_ranks1.run_expecting(RunError, message, run_all, f"--load {damageable}")
+    message = f"iter_0000002 is no complete fsdp_dtensor checkpoint: rank 0 cannot read it [(][^\n]*[)]{OTHERS}"
+    mcore_ranks1.run_expecting(RunError, message, run_all, f"--load {damageable} --no-verify-checksums")
     data.unlink()
+    with pytest.raises(ValueError, match="__0_0.distcp is missing" + OTHERS):
+        folder_to_load(damageable, None)
+    (damageable / "iter_0000002" / "manifest.json").unlink()  # as in checkpoints from before there were any
     with pytest.raises(ValueError, match="__0_0.distcp is missing" + OTHERS):
         folder_to_load(damageable, None)
     (damageable / "iter_0000002" / ".metadata").write_bytes(b"half")
@@ -213,34 +220,49 @@ def test_a_damaged_checkpoint_is_one_sentence(mcore_ranks1, damageable):
         folder_to_load(damageable, None)
 
 
-def interrupted_save(folder: Path) -> list[str]:
-    """Saves once well; then writing fails, and what is there is told; then saves again."""
-    from megatron.training.checkpoint import save
+class FullDisk:
+    """Replaces `Disk.write`: nothing fits on the disk once it is on."""
 
-    train(RUN + f"--save {folder} --exit-interval 1")
-    write = save.dcp.save
+    def __init__(self) -> None:
+        from megatron.training.checkpoint.disk import Disk
 
-    def fail(values: dict, checkpoint_id: str) -> None:
-        (Path(checkpoint_id) / "__0_0.distcp").write_bytes(b"half")
-        raise OSError("disk full")
+        self.is_on, self._write = False, Disk.write
 
-    save.dcp.save = fail
-    try:
-        with pytest.raises(OSError, match="disk full"):
+    def write(self, disk, stream, data) -> None:
+        if self.is_on:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self._write(disk, stream, data)
+
+
+def save_to_a_full_disk(folder: Path, *flags: str) -> list[str]:
+    """Saves once well; then the disk is full, and what is there is told; then saves again, and over that."""
+    from megatron.training.checkpoint.disk import Disk
+
+    full = FullDisk()
+    with mock.patch.object(Disk, "write", lambda *args: full.write(*args)):
+        train(RUN + f"--save {folder} --exit-interval 1")
+        full.is_on = True
+        message = "iteration 3 cannot be saved: rank 0: .*No space left on device"
+        with pytest.raises(RunError, match=message):
             train(RUN + f"--load {folder} --save {folder}")
-    finally:
-        save.dcp.save = write
-    seen = sorted(path.name for path in folder.glob("iter*"))
+    seen = sorted(path.name for path in folder.iterdir())
     seen.append((folder / "latest_checkpointed_iteration.txt").read_text())
     train(RUN + f"--load {folder} --save {folder}")
     train(RUN + f"--save {folder}")  # over the one that is there
     return [*seen, *sorted(path.name for path in folder.iterdir())]
 
 
-def test_an_interrupted_save_leaves_the_last_checkpoint(mcore_ranks1, tmp_path):
-    (seen,) = mcore_ranks1.run(interrupted_save, tmp_path)
-    assert seen[:2] == ["iter_0000001", "1"]
-    assert seen[2:] == ["iter_0000001", "iter_0000003", "latest_checkpointed_iteration.txt"]
+def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(mcore_ranks1, tmp_path):
+    (seen,) = mcore_ranks1.run(save_to_a_full_disk, tmp_path)
+    tracker = "latest_checkpointed_iteration.txt"
+    assert seen == ["iter_0000001", tracker, "1", "iter_0000001", "iter_0000003", tracker]
+
+
+def test_only_some_checkpoints_are_retained(mcore_ranks1, tmp_path):
+    flags = f"--train-iters 5 --save {tmp_path} --save-interval 1 --save-retain-interval 2"
+    mcore_ranks1.run(train, flags)
+    assert [path.name for path in sorted(tmp_path.glob("iter*"))] == ["iter_0000002", "iter_0000004", "iter_0000005"]
+    assert not list(tmp_path.glob(".*"))
 
 
 class Payload:

@@ -122,6 +122,8 @@ CASES = [
     ),
     ("batch_divides", "--micro-batch-size 2 --global-batch-size 6", "x 2 data-parallel ranks; take 4 or 8"),
     ("batch_divides", "--micro-batch-size 2 --global-batch-size 1", "x 2 data-parallel ranks; take 4"),
+    ("retained_checkpoints_are_saved", "--save-retain-interval 2", "which is not given"),
+    ("retained_checkpoints_are_saved", "--save-retain-interval 3 --save-interval 2", "a multiple of --save-interval"),
     ("checkpoint_flags_have_their_directory", "--save-interval 2", "--save-interval needs --save DIRECTORY"),
     ("checkpoint_flags_have_their_directory", "--no-load-optim", "--no-load-optim needs --load DIRECTORY"),
     ("skip_train_has_something_to_do", "--skip-train --eval-iters 0", "--skip-train leaves only evaluation"),

@@ -1,0 +1,140 @@
+"""How a checkpoint comes to be and goes: hidden while it is incomplete, renamed once, named by the tracker last.
+
+All of it happens on rank 0 alone, as operations of a `Disk`. Wherever they break off, what the tracker names is whole.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.training.checkpoint import manifest
+from megatron.training.checkpoint.damage import damage
+from megatron.training.checkpoint.disk import Disk, FileFacts, delete_tree, write_file
+from megatron.training.checkpoint.paths import (
+    DELETED,
+    PARTIAL,
+    REPLACED,
+    TRACKER,
+    TRACKER_PARTIAL,
+    Hidden,
+    all_hidden,
+    hidden_folder,
+    iteration_folder,
+    iteration_folders,
+)
+
+logger = logging.getLogger(__name__)
+
+_ABANDONED_AFTER_S = 3600
+"""Where the file system has no locks: how long nothing was written to a partial checkpoint that nobody writes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partial:
+    """A checkpoint that is being written; locked until `release`, so that no other run takes it for a remnant."""
+
+    root: Path
+    iteration: int
+    folder: Path
+    lock: int
+    """The descriptor that holds the lock, which ends with the process however that ends."""
+
+    def release(self) -> None:
+        """Gives up the lock."""
+        os.close(self.lock)
+
+
+def begin(disk: Disk, root: Path, iteration: int) -> Partial:
+    """Deletes what interrupted runs left in `root`, and makes an empty hidden folder for a new checkpoint."""
+    clear_remnants(disk, root)
+    folder = hidden_folder(root, iteration, secrets.token_hex(4), PARTIAL)
+    disk.make_folder(folder)
+    descriptor = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # Not every file system has locks.
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return Partial(root=root, iteration=iteration, folder=folder, lock=descriptor)
+
+
+def publish(disk: Disk, partial: Partial, written: Mapping[str, FileFacts], texts: Mapping[str, bytes]) -> Path:
+    """Makes a checkpoint whose files are `written` the latest, with small files `texts` added; its folder.
+
+    Raises:
+        OSError: it could not be written whole; nothing was published.
+    """
+    root, folder = partial.root, iteration_folder(partial.root, partial.iteration)
+    files = dict(written)
+    for name, data in texts.items():
+        files[name] = write_file(disk, partial.folder / name, data)
+    write_file(disk, partial.folder / manifest.MANIFEST, manifest.to_bytes(files))
+    if problem := damage(partial.folder):
+        raise OSError(f"{partial.folder} is not what was written to it: {problem}")
+    disk.sync_folder(partial.folder)
+    replaced = hidden_folder(root, partial.iteration, secrets.token_hex(4), REPLACED) if folder.exists() else None
+    if replaced is not None:
+        disk.rename(folder, replaced)  # Until the next rename, loading finds it by its hidden name.
+    disk.rename(partial.folder, folder)
+    disk.sync_folder(root)
+    write_tracker(disk, root, partial.iteration)
+    if replaced is not None:
+        delete_tree(disk, replaced)
+    return folder
+
+
+def write_tracker(disk: Disk, root: Path, iteration: int) -> None:
+    """Makes `iteration` the latest, in one step."""
+    write_file(disk, root / TRACKER_PARTIAL, str(iteration).encode())
+    disk.rename(root / TRACKER_PARTIAL, root / TRACKER)
+    disk.sync_folder(root)
+
+
+def retain(disk: Disk, root: Path, interval: int, latest: int) -> list[int]:
+    """Deletes checkpoints older than `latest` whose iteration `interval` does not divide; their iterations."""
+    superseded = {at: path for at, path in iteration_folders(root).items() if at < latest and at % interval}
+    condemned = []
+    for iteration, folder in superseded.items():
+        condemned.append(hidden_folder(root, iteration, secrets.token_hex(4), DELETED))
+        disk.rename(folder, condemned[-1])  # It is either whole or gone, never a part of one.
+    if condemned:
+        disk.sync_folder(root)
+    for folder in condemned:
+        delete_tree(disk, folder)
+    return list(superseded)
+
+
+def discard(disk: Disk, partial: Partial) -> None:
+    """Deletes a checkpoint that could not be written, as far as that is possible."""
+    with contextlib.suppress(OSError):
+        delete_tree(disk, partial.folder)
+
+
+def clear_remnants(disk: Disk, root: Path) -> None:
+    """Deletes what interrupted saves left in `root`, but nothing that a living run writes."""
+    for hidden in all_hidden(root):
+        target = iteration_folder(root, hidden.iteration)
+        if hidden.kind == REPLACED and not target.exists():
+            disk.rename(hidden.path, target)  # Replacing it was interrupted.
+        elif hidden.kind != PARTIAL or _is_abandoned(hidden):
+            delete_tree(disk, hidden.path)
+        else:
+            logger.warning("%s is left alone: another run is writing it", hidden.path)
+
+
+def _is_abandoned(hidden: Hidden) -> bool:
+    """Whether no process writes it any more."""
+    descriptor = os.open(hidden.path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        touched_s = max(path.stat().st_mtime for path in (hidden.path, *hidden.path.iterdir()))
+        return time.time() - touched_s > _ABANDONED_AFTER_S
+    finally:
+        os.close(descriptor)
+    return True
