@@ -15,7 +15,10 @@ def sharded(strategy: int = 3, **options: object) -> tuple[nn.Module, torch.opti
     """Two Linear units and SGD."""
     torch.manual_seed(0)
     model = fully_shard_model(
-        nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), fsdp_unit_modules=[nn.Linear], zero_dp_strategy=strategy, **options
+        nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)),
+        fsdp_unit_modules=[nn.Linear],
+        zero_dp_strategy=strategy,
+        **options,
     )
     return model, fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
 
