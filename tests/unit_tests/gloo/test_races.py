@@ -47,6 +47,12 @@ def assert_nothing_races(pool: RankPool, cases: list[Case]) -> None:
             assert not found, (case, found)
 
 
+def test_nothing_races_where_units_take_turns_in_slots(ranks2: RankPool) -> None:
+    slots = {"fsdp_double_buffer": True, "fsdp_db_use_persist_buf_on_alloc_fail": True}
+    cases = [case("transformer", MIXED, 3, **slots), case("integers", WIDE_INTEGERS, 2, **slots, **AUTO)]
+    assert_nothing_races(ranks2, [*cases, case("reentrant", MIXED, 3, maxpool_double_buffer=True)])
+
+
 @pytest.mark.parametrize("task", ["transformer", "reentrant"])
 def test_nothing_races_on_one_axis(ranks2: RankPool, task: str) -> None:
     cases = [case(task, MIXED, strategy) for strategy in (0, 1, 2, 3)]
@@ -94,7 +100,7 @@ def _without(path: str, name: str, replacement: Callable) -> Callable:
     return patched
 
 
-def _make_room_at_once(reducer: Any, numel: int) -> None:
+def _make_room_at_once(reducer: Any, group: Any) -> None:
     reducer._in_flight.clear()
 
 

@@ -77,8 +77,8 @@ class CountingPool(ResizePool):
         self.names[id(tensor)] = key.partition(":")[0]
         return tensor
 
-    def acquire(self, tensor):
-        super().acquire(tensor)
+    def acquire(self, tensor, nbytes=None):
+        super().acquire(tensor, nbytes)
         self.gathered.add(self.names[id(tensor)])
         self.most_gathered = max(self.most_gathered, len(self.gathered - {"root"}))
 

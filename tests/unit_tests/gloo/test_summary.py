@@ -1,5 +1,6 @@
 """The summary of what was built: logged once, on the first rank, with the true numbers."""
 
+import functools
 import logging
 import re
 
@@ -26,7 +27,7 @@ def build(kind: str) -> nn.Module:
 UNITS = {"odd": (OddShapes,), "mlp": (MLPBlock,), "frozen": (MLPBlock,)}
 
 
-def summaries(kind: str, strategy: int, outer: int | None = None) -> list[str]:
+def summaries(kind: str, strategy: int, outer: int | None = None, **options: bool) -> list[str]:
     """Everything that is logged while a model is built."""
     records: list[str] = []
     handler = logging.Handler()
@@ -36,7 +37,7 @@ def summaries(kind: str, strategy: int, outer: int | None = None) -> list[str]:
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     try:
-        sharding = Sharding(strategy=strategy, units=UNITS[kind], outer=outer, is_poisoned=False)
+        sharding = Sharding(strategy=strategy, units=UNITS[kind], outer=outer, is_poisoned=False, options=options)
         shard(build(kind), sharding, DtypePolicy(main_grads=torch.float32))
     finally:
         logger.removeHandler(handler)
@@ -78,6 +79,25 @@ def test_the_numbers_are_those_of_one_rank(ranks2, strategy):
         "staged": 2.0 if strategy >= 2 else 0.0,
     }
     assert head_of(text) == expected
+
+
+def test_slots_are_told_with_their_bytes(ranks2):
+    def told(**options: bool) -> str:
+        return (
+            ranks2.run(functools.partial(summaries, **options), "mlp", 3)[0][0]
+            .partition("gathered). ")[2]
+            .split("\n")[0]
+        )
+
+    assert told() == ""
+    # Weights and gradients of three alike units and of the root; a gradient of the root's is alike too.
+    assert told(fsdp_double_buffer=True) == (
+        "Of 8 communication buffers 7 take turns in 4 slots of 4.0 MiB together, 0 keep 0.0 MiB of their own, "
+        "the others, 1.0 MiB, come and go."
+    )
+    assert "1 keep 1.0 MiB of their own, the others, 0.0 MiB" in told(
+        fsdp_double_buffer=True, fsdp_db_use_persist_buf_on_alloc_fail=True
+    )
 
 
 def rows_of(text: str) -> list[list[str]]:

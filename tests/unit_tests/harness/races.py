@@ -202,8 +202,8 @@ def races_watched() -> Iterator[Races]:
         with races.unwatched():  # what it allocates is gone again before anything uses it
             return reserve(pool, *args)
 
-    def watched_acquire(pool: ResizePool, tensor: torch.Tensor) -> None:
-        acquire(pool, tensor)
+    def watched_acquire(pool: ResizePool, tensor: torch.Tensor, *args: Any) -> None:
+        acquire(pool, tensor, *args)
         if tensor.untyped_storage().nbytes():
             races.allocate(tensor.data_ptr(), tensor.untyped_storage().nbytes()).label = "gathered weights"
 

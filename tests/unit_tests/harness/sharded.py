@@ -219,7 +219,8 @@ def is_poisoned(model: Any) -> bool:
     """Storage is poisoned, not freed."""
     from megatron_fsdp.machine.allocator import PoisonPool
 
-    return isinstance(model.param_and_grad_buffer.parameter_groups[0]._pool, PoisonPool)
+    pool = model.param_and_grad_buffer.parameter_groups[0]._pool
+    return isinstance(getattr(pool, "base", pool), PoisonPool)
 
 
 # ---- in the test ----

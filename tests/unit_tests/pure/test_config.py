@@ -7,6 +7,7 @@ import torch
 
 from megatron_fsdp.config import (
     _NOT_YET,
+    BufferPolicy,
     DistributedDataParallelConfig,
     EngineConfig,
     MixedPrecisionPolicy,
@@ -82,9 +83,46 @@ def test_every_option_is_read_or_refused():
         "fsdp_all_gather_in_start_param_sync",
         "outer_dp_sharding_strategy",
         "megatron_fsdp_use_decoupled_grad",
+        *BUFFER_OPTIONS,
         *(f"megatron_fsdp_{name}" for name in PRECISION_FIELDS),
     }
     assert {field.name for field in dataclasses.fields(DistributedDataParallelConfig)} == read | set(_NOT_YET)
+
+
+BUFFER_OPTIONS = {
+    "nccl_ub": BufferPolicy(has_slots=True, is_registered=True),
+    "fsdp_double_buffer": BufferPolicy(has_slots=True),
+    "megatron_fsdp_max_pool_double_buffer": BufferPolicy(has_slots=True, only_alike=False),
+    "fsdp_db_use_persist_buf_on_alloc_fail": BufferPolicy(has_slots=True, keeps_misfits=True),
+    "disable_symmetric_registration": BufferPolicy(has_slots=True, is_registered=True, is_symmetric=False),
+    "fsdp_manual_registration": BufferPolicy(has_slots=True, is_registered=True, registers_late=True),
+}
+#: What they do not mean anything without.
+NEEDED = {
+    "fsdp_db_use_persist_buf_on_alloc_fail": "fsdp_double_buffer",
+    "disable_symmetric_registration": "nccl_ub",
+    "fsdp_manual_registration": "nccl_ub",
+}
+
+
+@pytest.mark.parametrize("option", BUFFER_OPTIONS)
+def test_communication_buffers_are_what_the_options_ask_for(option):
+    needed = NEEDED.get(option)
+    assert resolved().buffers == BufferPolicy()
+    assert resolved(**{option: True, **({needed: True} if needed else {})}).buffers == BUFFER_OPTIONS[option]
+    if needed:
+        with pytest.raises(ValueError, match=f"{option}=True needs {needed}=True"):
+            resolved(**{option: True})
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_segments_that_grow_cannot_be_registered(variable, monkeypatch):
+    monkeypatch.setenv(variable, "max_split_size_mb:64, expandable_segments: True")
+    with pytest.raises(ValueError, match=f"nccl_ub=True registers memory .*{variable}=.*take expandable_segments out"):
+        resolved(nccl_ub=True)
+    assert resolved(fsdp_double_buffer=True).buffers.has_slots
+    monkeypatch.setenv(variable, "expandable_segments:False")
+    assert resolved(nccl_ub=True).buffers.is_registered
 
 
 def test_bucket_sizes():

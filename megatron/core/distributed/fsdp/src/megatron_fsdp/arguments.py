@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron_fsdp.config import (
@@ -15,6 +16,7 @@ from megatron_fsdp.config import (
     default_config,
     resolve,
 )
+from megatron_fsdp.machine.device import default_device_type
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.runtime.build import plan_and_check
 from megatron_fsdp.runtime.discovery import UnitPlan, resolve_unit_classes
@@ -23,11 +25,14 @@ from megatron_fsdp.state.param_tags import is_expert_param
 #: Constructor options whose feature is not there, and the reason.
 _NOT_YET = {
     "keep_fp8_transpose_cache": "the TransformerEngine weight codec is missing",
-    "nccl_ub": "communication buffers are not registered with NCCL",
-    "fsdp_double_buffer": "only the resizing storage pool exists",
-    "fsdp_db_use_persist_buf_on_alloc_fail": "only the resizing storage pool exists",
-    "disable_symmetric_registration": "communication buffers are not registered with NCCL",
 }
+#: Constructor options that are fields of the configuration too; either means both.
+_ALSO_CONFIGURED = (
+    "nccl_ub",
+    "fsdp_double_buffer",
+    "fsdp_db_use_persist_buf_on_alloc_fail",
+    "disable_symmetric_registration",
+)
 #: Either means both: what is gathered by itself in forward is gathered, and reduced, by itself in backward.
 _FINE_GRAINED = ("enable_fine_grained_param_gather_hook", "enable_fine_grained_param_gather_backward_hook")
 _RECURSE = "fine_grained_recurse_module_types"
@@ -61,14 +66,16 @@ def check_arguments(
         raise TypeError(f"expected a torch.nn.Module to shard, got {type(module).__name__}.")
     if any(hasattr(param, "_megatron_fsdp_owner") for param in module.parameters()):
         raise ValueError("the module is sharded already; pass the original one.")
+    given = {option: True for option in _ALSO_CONFIGURED if options.get(option)}
     config = resolve(
-        ddp_config or default_config(),
+        dataclasses.replace(ddp_config or default_config(), **given),
         precision,
         calculate_per_token_loss=options.get("calculate_per_token_loss", False),
         disable_bucketing=options.get("disable_bucketing", False),
         report_nan_in_param_grad=options.get("report_nan_in_param_grad", False),
         is_fine_grained=any(options.get(option) for option in _FINE_GRAINED),
     )
+    _check_device(config, options.get("device"))
     inside = options.get(_RECURSE)
     if inside is not None and not config.is_fine_grained:
         raise ValueError(f"{_RECURSE} needs {_FINE_GRAINED[0]}=True.")
@@ -81,6 +88,12 @@ def check_arguments(
         fine_grained=resolve_unit_classes(inside or [nn.Module], _RECURSE) if config.is_fine_grained else (),
     )
     return CheckedArguments(config, plans)
+
+
+def _check_device(config: EngineConfig, device: torch.device | str | None) -> None:
+    kind = torch.device(device).type if device is not None else default_device_type()
+    if config.buffers.is_registered and kind != "cuda":
+        raise ValueError(f"nccl_ub=True registers memory with NCCL, but the model computes on {kind}; leave it out.")
 
 
 def check_experts(plans: Sequence[UnitPlan], index: FSDPDistributedIndex) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 
 import torch
 
@@ -85,13 +86,13 @@ class DistributedDataParallelConfig:
     """Keep fp8 transposes between forward and backward."""
 
     nccl_ub: bool = False
-    """Allocate communication buffers in memory registered with NCCL."""
+    """Allocate communication buffers in memory registered with NCCL; implies `fsdp_double_buffer`."""
 
     fsdp_double_buffer: bool = False
-    """Communicate in two persistent buffers."""
+    """Units that are alike gather, and reduce, in two persistent buffers in turn."""
 
     fsdp_db_use_persist_buf_on_alloc_fail: bool = False
-    """Units that do not fit the double buffer get a persistent buffer of their own."""
+    """Units that do not fit the double buffer get a persistent buffer of their own, not one at a time."""
 
     fsdp_all_gather_in_start_param_sync: bool = True
     """`start_param_sync()` issues the first gather of the next forward."""
@@ -124,7 +125,7 @@ class DistributedDataParallelConfig:
     """Gather, and reduce, every module that owns parameters by itself, in place of its unit as a whole."""
 
     megatron_fsdp_max_pool_double_buffer: bool = False
-    """Double buffer for units of different shapes."""
+    """Double buffer for units of different shapes, as large as the largest need it; implies `fsdp_double_buffer`."""
 
 
 def default_config() -> DistributedDataParallelConfig:
@@ -138,13 +139,7 @@ def default_config() -> DistributedDataParallelConfig:
 _NOT_YET: dict[str, tuple[object, str]] = {
     "fp8_param_gather": (False, "the TransformerEngine weight codec is missing"),
     "keep_fp8_transpose_cache": (False, "the TransformerEngine weight codec is missing"),
-    "nccl_ub": (False, "communication buffers are not registered with NCCL"),
-    "fsdp_double_buffer": (False, "only the resizing storage pool exists"),
-    "fsdp_db_use_persist_buf_on_alloc_fail": (False, "only the resizing storage pool exists"),
-    "disable_symmetric_registration": (False, "communication buffers are not registered with NCCL"),
-    "fsdp_manual_registration": (False, "communication buffers are not registered with NCCL"),
     "megatron_fsdp_cuda_graph_mode": (False, "gradients are attached anew in every step"),
-    "megatron_fsdp_max_pool_double_buffer": (False, "only the resizing storage pool exists"),
 }
 
 
@@ -182,6 +177,24 @@ def strategy_name(value: str | int, option: str, allowed: tuple[str, ...] = tupl
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class BufferPolicy:
+    """Where gathered weights, and gradients on their way, have their memory."""
+
+    has_slots: bool = False
+    """Units take turns in two fixed slots."""
+    only_alike: bool = True
+    """Slots are for the largest set of alike units; False: large enough for every unit."""
+    keeps_misfits: bool = False
+    """What does not fit the slots has memory of its own that it never gives back."""
+    is_registered: bool = False
+    """The memory is NCCL's, and known to its communicators."""
+    is_symmetric: bool = True
+    """Registered as symmetric windows where NCCL can."""
+    registers_late: bool = False
+    """Registered when the user says so."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything the engine reads, validated; nothing in it changes after construction."""
 
@@ -210,11 +223,48 @@ class EngineConfig:
     """Elements of those buffers; replaces `reductions_in_flight`, but one buffer is always allowed."""
     is_fine_grained: bool = False
     """Modules inside units that own parameters are units."""
+    buffers: BufferPolicy = BufferPolicy()
+    """Memory of what is communicated."""
 
     @property
     def strategy_label(self) -> str:
         """The strategies for people, an outer one only where it shards."""
         return self.inner_strategy + (f" inside {self.outer_strategy}" if self.outer_strategy != NO_SHARD else "")
+
+
+#: Options that mean something only with another one: option -> (that one, in words, and whether it is on).
+_NEEDS = {
+    "fsdp_db_use_persist_buf_on_alloc_fail": ("fsdp_double_buffer=True", lambda policy: policy.has_slots),
+    "disable_symmetric_registration": ("nccl_ub=True", lambda policy: policy.is_registered),
+    "fsdp_manual_registration": ("nccl_ub=True", lambda policy: policy.is_registered),
+}
+
+
+def buffer_policy(config: DistributedDataParallelConfig) -> BufferPolicy:
+    """What the options say about communication buffers.
+
+    Raises:
+        ValueError: an option has no meaning without another one, or memory that can be registered without a fixed
+            place cannot be had.
+    """
+    policy = BufferPolicy(
+        has_slots=config.fsdp_double_buffer or config.megatron_fsdp_max_pool_double_buffer or config.nccl_ub,
+        only_alike=not config.megatron_fsdp_max_pool_double_buffer,
+        keeps_misfits=config.fsdp_db_use_persist_buf_on_alloc_fail,
+        is_registered=config.nccl_ub,
+        is_symmetric=not config.disable_symmetric_registration,
+        registers_late=config.fsdp_manual_registration,
+    )
+    for option, (needed, is_on) in _NEEDS.items():
+        if getattr(config, option) and not is_on(policy):
+            raise ValueError(f"{option}=True needs {needed}; set that too, or leave it out.")
+    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if config.nccl_ub and "expandable_segments:true" in os.environ.get(variable, "").replace(" ", "").lower():
+            raise ValueError(
+                f"nccl_ub=True registers memory with NCCL, whose segments must stay what they are, but {variable}="
+                f"{os.environ[variable]!r}; take expandable_segments out of it."
+            )
+    return policy
 
 
 def resolve(
@@ -265,4 +315,5 @@ def resolve(
         prefetch_numel=config.suggested_communication_unit_size,
         reduction_numel=config.suggested_communication_unit_size,
         is_fine_grained=is_fine_grained or config.megatron_fsdp_enable_fine_grained_param_gather,
+        buffers=buffer_policy(config),
     )

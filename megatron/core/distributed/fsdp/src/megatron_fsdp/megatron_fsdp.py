@@ -34,6 +34,7 @@ from megatron_fsdp.runtime.discovery import UnitPlan
 from megatron_fsdp.runtime.hooks import install_hooks
 from megatron_fsdp.runtime.moment import check_idle, check_not_taken
 from megatron_fsdp.runtime.schedule import Schedule
+from megatron_fsdp.runtime.storage import make_pool, prepare
 from megatron_fsdp.runtime.structure import Structure
 from megatron_fsdp.summary import build_summary
 from megatron_fsdp.tensor_parallel_checks import check_replicas, check_tensor_parallel
@@ -120,7 +121,7 @@ class MegatronFSDP(nn.Module):
             module=module,
             index=dist_index,
             config=self.config_resolved,
-            pool=self.pool_class(),
+            pool=make_pool(self.pool_class(), self.config_resolved, dist_index, machine.torch_device),
             device=self.device,
             from_meta=init_model_with_meta_device,
         )
@@ -132,6 +133,7 @@ class MegatronFSDP(nn.Module):
         self.module = request.module
         scales = grad_scales(self.dist_index, self.config_resolved)
         self._schedule = Schedule(units, self.config_resolved, machine, scales)
+        prepare(request.pool, self._schedule)
         owner = owner_reference(self)
         for unit in units:
             by_raw = {id(param.raw): param for param in unit.params}
@@ -146,7 +148,7 @@ class MegatronFSDP(nn.Module):
             unit.show_sharded()
         check_replicas({param.fqn: param.sharded for unit in units for param in unit.params})
         self.param_and_grad_buffer = ParamAndGradBuffer(
-            self._schedule, use_decoupled_grad=self.config_resolved.use_decoupled_grad
+            self._schedule, request.pool, use_decoupled_grad=self.config_resolved.use_decoupled_grad
         )
         self._schedule.on_auto_sync = lambda: owner().finish_grad_sync()  # keeps no model alive
         self._nan_report = NanReport.wanted(self._schedule, self.dist_index, self.config_resolved)
@@ -157,7 +159,7 @@ class MegatronFSDP(nn.Module):
         self.state_dict_hooks.install(self.module)
         machine.empty_cache()
         if dist.get_rank() == 0:
-            logger.info("%s", build_summary(self._schedule, self.config_resolved))
+            logger.info("%s", build_summary(self._schedule, self.config_resolved, request.pool))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward. **Collective**: every rank runs the same units."""

@@ -10,7 +10,9 @@ from torch import nn
 
 from megatron_fsdp.dtensor import cast_grad
 from megatron_fsdp.grad_handles import GradHandles
+from megatron_fsdp.machine.allocator import StoragePool
 from megatron_fsdp.runtime.schedule import Schedule
+from megatron_fsdp.runtime.storage import register_late
 from megatron_fsdp.runtime.structure import check_frozenness
 from megatron_fsdp.runtime.unit import ManagedParam
 from megatron_fsdp.state.main_grad import GradState
@@ -20,8 +22,9 @@ from megatron_fsdp.state.param_group import ParamGroup
 class ParamAndGradBuffer:
     """Every group's buffers, and what is done to all of them at once."""
 
-    def __init__(self, schedule: Schedule, *, use_decoupled_grad: bool):
+    def __init__(self, schedule: Schedule, pool: StoragePool, *, use_decoupled_grad: bool):
         self._schedule = schedule
+        self._pool = pool
         self._use_decoupled_grad = use_decoupled_grad
         self.parameter_groups: list[ParamGroup] = [group for unit in schedule.units for group in unit.groups]
         managed = {id(param.raw): param for unit in schedule.units for param in unit.params}
@@ -187,9 +190,10 @@ class ParamAndGradBuffer:
         self.update_main_grads()
 
     def manual_buffer_registration(self) -> None:
-        """Registers communication buffers with NCCL.
+        """Registers communication buffers with NCCL; call it once, between steps. **Collective**.
 
         Raises:
-            RuntimeError: `nccl_ub` with `fsdp_manual_registration` is off, so there is nothing to register.
+            RuntimeError: `nccl_ub` with `fsdp_manual_registration` is off, so there is nothing to register; or it has
+                been done.
         """
-        raise RuntimeError("manual_buffer_registration() needs nccl_ub=True and fsdp_manual_registration=True.")
+        register_late(self._pool, self._schedule.config.buffers)

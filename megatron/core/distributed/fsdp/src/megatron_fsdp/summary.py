@@ -7,15 +7,18 @@ from collections.abc import Iterable
 import torch
 
 from megatron_fsdp.config import EngineConfig
+from megatron_fsdp.machine.allocator import SlotPool, StoragePool
+from megatron_fsdp.plan.slots import PoolSlot
 from megatron_fsdp.plan.strategy import NO_SHARD
 from megatron_fsdp.runtime.schedule import Schedule
+from megatron_fsdp.runtime.storage import storage_needs
 from megatron_fsdp.runtime.unit import Unit
 from megatron_fsdp.state.param_group import ParamGroup
 
 _MIB = 2**20
 
 
-def build_summary(schedule: Schedule, config: EngineConfig) -> str:
+def build_summary(schedule: Schedule, config: EngineConfig, pool: StoragePool) -> str:
     """The table that rank 0 logs after construction. Bytes are this rank's, optimizer state not counted."""
     rows = [_row(unit) for unit in schedule.units]
     groups = [group for unit in schedule.units for group in unit.groups]
@@ -40,9 +43,30 @@ def build_summary(schedule: Schedule, config: EngineConfig) -> str:
         f"zero_grad, at most {weights / _MIB:.1f} MiB of gathered weights "
         f"and {grads / _MIB:.1f} MiB of gradients on their way "
         f"(recomputation over k units keeps k of them gathered)."
+        f"{_slots(schedule, pool)}"
     )
     columns = ("unit", "groups", "parameters", "padding", "MiB persistent", "MiB gathered", "tags")
     return "\n".join([head, _line(columns), *(_line(row) for row in _folded(rows))])
+
+
+def _slots(schedule: Schedule, pool: StoragePool) -> str:
+    """What slots there are, if any were asked for."""
+    if not isinstance(pool, SlotPool):
+        return ""
+    shared = {slot for slot in pool.slots.values() if slot.is_shared}
+    own = set(pool.slots.values()) - shared
+    needs = [need for unit in schedule.units for need in storage_needs(unit)]
+    lent = [key for key, _ in needs if key in pool.slots and pool.slots[key].is_shared]
+    loose = sum(nbytes for key, nbytes in needs if key not in pool.slots)
+    return (
+        f" Of {len(needs)} communication buffers {len(lent)} take turns in {len(shared)} slots of {_mib(shared)} MiB "
+        f"together, {len(own)} keep {_mib(own)} MiB of their own, the others, {loose / _MIB:.1f} MiB, come and go"
+        f"{'; registered with NCCL' if pool.is_registered else ''}."
+    )
+
+
+def _mib(slots: Iterable[PoolSlot]) -> str:
+    return f"{sum(slot.nbytes for slot in slots) / _MIB:.1f}"
 
 
 def _ahead_nbytes(config: EngineConfig, groups: list[ParamGroup], gathered: list[int]) -> int:
@@ -60,11 +84,7 @@ def _nbytes(numel: int, dtypes: Iterable[torch.dtype]) -> int:
 
 
 def _staged_nbytes(unit: Unit) -> int:
-    return sum(
-        group.layout.size * group.facts.comm_dtype.itemsize
-        for group in unit.groups
-        if group.requires_grad and group.plan.reduces_each_microbatch
-    )
+    return sum(group.main_grad.staged_nbytes for group in unit.groups if group.main_grad is not None)
 
 
 def _row(unit: Unit) -> tuple[str, ...]:

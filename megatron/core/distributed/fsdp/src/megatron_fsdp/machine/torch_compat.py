@@ -101,3 +101,26 @@ foreach_zero_ = torch._foreach_zero_
 # Renamed in torch 2.13, where the names that 2.11 and 2.12 have warn.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def nccl_backend(group: dist.ProcessGroup, device: torch.device) -> dist.Backend:
+    """What `group` uses for CUDA tensors; memory pools are made and registered there (torch 2.7 to 2.13)."""
+    return group._get_backend(device)
+
+
+def register_mem_pool(backend: dist.Backend, pool: object, *, as_window: bool) -> bool:
+    """Registers a memory pool's segments, those to come too, with the communicator of `backend`.
+
+    **Collective** if `as_window`. The argument `symm` is there in torch 2.11, and not in 2.7.
+
+    Returns:
+        Whether they became windows; torch or NCCL may know only local registration here, and then on every rank.
+    """
+    if as_window:
+        try:
+            backend.register_mem_pool(pool, symm=True)
+        except (TypeError, dist.DistBackendError):
+            as_window = False
+    if not as_window:
+        backend.register_mem_pool(pool)
+    return as_window

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.device import Device, Event
+from megatron_fsdp.plan.slots import SLOTS
 from megatron_fsdp.runtime.unit import Unit
 
 
@@ -18,13 +19,16 @@ class Prefetch:
     """Units, where `numel` does not decide."""
     numel: int | None
     """Elements that may be gathered ahead, however many units they are; a unit that would pass it is not prefetched."""
+    most: int | None = None
+    """Units, whatever else decides: they have no more buffers."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> Prefetch:
         """What the options ask for; nothing without overlap."""
         if not config.overlap_param_gather:
             return cls(0, None)
-        return cls(config.prefetch_depth, config.prefetch_numel)
+        most = SLOTS - 1 if config.buffers.has_slots else None
+        return cls(config.prefetch_depth, config.prefetch_numel, most)
 
     def pick(self, coming: Iterable[Unit]) -> list[Unit]:
         """Those of the `coming` units, in their order, that are gathered now."""
@@ -33,6 +37,8 @@ class Prefetch:
         for unit in coming:
             numel += unit.gathered_numel
             if len(picked) >= self.depth if self.numel is None else numel > self.numel:
+                break
+            if self.most is not None and len(picked) >= self.most:
                 break
             picked.append(unit)
         return picked

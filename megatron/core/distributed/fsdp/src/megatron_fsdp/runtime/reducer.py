@@ -33,6 +33,7 @@ class Reducer:
         """Gradient scale by `is_expert`."""
         self._most_in_flight = config.reductions_in_flight
         self._most_numel = config.reduction_numel
+        self._has_slots = config.buffers.has_slots
         self._stream = device.new_stream(high_priority=True)
         self._outer_stream = device.new_stream(high_priority=True)
         self._in_flight: collections.deque[tuple[FlatBuffer, Event]] = collections.deque()
@@ -59,7 +60,7 @@ class Reducer:
             if group.main_grad is None:
                 continue
             if group.plan.reduces_each_microbatch:
-                self._make_room(group.layout.size)
+                self._make_room(group)
             elif group.main_grad.state is not GradState.ACCUMULATING:  # about to be opened on this stream
                 self._wait()
             if self.before_collect is not None:
@@ -120,13 +121,13 @@ class Reducer:
             _, read = self._crossing.popleft()
             read.wait()
 
-    def _make_room(self, numel: int) -> None:
+    def _make_room(self, group: ParamGroup) -> None:
         """Bounds the unreduced gradients alive: the oldest buffer goes back to the stream that allocated it."""
-        while self._in_flight and self._is_full(numel):
+        while self._in_flight and (self._is_full(group.layout.size) or not group.main_grad.has_room):
             _, done = self._in_flight.popleft()
             done.wait()
 
     def _is_full(self, numel: int) -> bool:
-        if self._most_numel is None:
+        if self._most_numel is None or (self._has_slots and len(self._in_flight) >= self._most_in_flight):
             return len(self._in_flight) >= self._most_in_flight
         return numel + sum(staged.layout.size for staged, _ in self._in_flight) > self._most_numel

@@ -78,6 +78,11 @@ class Schedule:
         self.on_auto_sync = lambda: None
         """Called at the end of a backward when `model_auto_sync` is on."""
 
+    @property
+    def gather_stream(self) -> object:
+        """Where gathered weights get their storage and give it back."""
+        return self._gatherer.streams[0]
+
     # -- forward ------------------------------------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit) -> None:

@@ -64,6 +64,28 @@ class MainGrad:
         """The part of the buffer that the optimizer reads once the state is FINAL."""
         return self.buffer.part(self._plan.finalized_grad())
 
+    @property
+    def staging_key(self) -> str:
+        """The pool's name for the gradients of one backward."""
+        return f"{self._facts.name}.grad"
+
+    @property
+    def staged_nbytes(self) -> int:
+        """Bytes of the gradients of one backward that every backward reduces."""
+        return self._facts.layout.size * self._facts.comm_dtype.itemsize if self._plan.reduces_each_microbatch else 0
+
+    @property
+    def has_room(self) -> bool:
+        """The storage for the gradients of one backward is there."""
+        return self._staged is not None or self._pool.has_room(self.staging_key)
+
+    def allocate(self) -> None:
+        """Gives the buffer memory, if it has none, on the current stream."""
+        with self._pool.lasting(
+            f"{self._facts.name}.main_grad", self.buffer.nbytes if self._plan.defers_reduction else 0
+        ):
+            self.buffer.allocate()
+
     # -- from autograd ------------------------------------------------------------------------------------------
 
     def fused_view(self, slot: int) -> torch.Tensor:
@@ -74,7 +96,7 @@ class MainGrad:
         """This backward's unreduced gradients, whole, in the dtype in which they travel or else accumulate."""
         if self._staged is None:
             dtype = self._facts.comm_dtype if self._plan.reduces_each_microbatch else self._facts.grad_dtype
-            data = self._pool.scratch(self._facts.layout.size, dtype, self._facts.device)
+            data = self._pool.scratch(self.staging_key, self._facts.layout.size, dtype, self._facts.device)
             self._staged = FlatBuffer(self._facts.layout, self._facts.axes, PARTIAL, data)
         return self._staged
 
@@ -87,7 +109,7 @@ class MainGrad:
         Returns:
             The staged gradients to be reduced, or None if they were added to the accumulation buffer.
         """
-        self.buffer.allocate()
+        self.allocate()
         if self._plan.reduces_each_microbatch:
             self._write(self._stage(), accumulate=False)
             staged, self._staged = self._staged, None
@@ -192,7 +214,8 @@ class MainGrad:
         """The accumulated gradient in the dtype in which it travels: the buffer itself, or a copy."""
         if self._facts.comm_dtype == self.buffer.dtype:
             return self.buffer
-        data = self._pool.scratch(self.buffer.data.numel(), self._facts.comm_dtype, self._facts.device)
+        key = f"{self._facts.name}.wire"
+        data = self._pool.scratch(key, self.buffer.data.numel(), self._facts.comm_dtype, self._facts.device)
         data.copy_(self.buffer.data)
         return FlatBuffer(self.buffer.layout, self.buffer.axes, self.buffer.placement, data)
 

@@ -12,7 +12,7 @@ from megatron_fsdp.machine.torch_compat import storage_id
 from megatron_fsdp.plan.layout import Layout
 from megatron_fsdp.plan.strategy import REPLICATED, StrategyPlan
 from megatron_fsdp.state.codec import Shard, WeightCodec
-from megatron_fsdp.state.flat_buffer import Axes, FlatBuffer
+from megatron_fsdp.state.flat_buffer import Axes, FlatBuffer, piece_bounds
 from megatron_fsdp.state.main_grad import MainGrad
 
 
@@ -63,7 +63,7 @@ class ParamGroup:
             and facts.plan.gathers_weights
             and facts.plan.weight == facts.plan.main_weight
         )
-        self._weights = tuple(self._empty(facts.plan.weight, plane.dtype) for plane in planes)
+        self._weights = tuple(self._resting(i, plane.dtype) for i, plane in enumerate(planes))
         if self._casts_on_the_way:
             self._weights[0].free()
         if self._shares_main:
@@ -80,13 +80,31 @@ class ParamGroup:
     def _empty(self, placement, dtype: torch.dtype) -> FlatBuffer:
         return FlatBuffer.empty(self.layout, self.facts.axes, placement, dtype, self.facts.device)
 
+    def _resting(self, number: int, dtype: torch.dtype) -> FlatBuffer:
+        """A plane of the resting weight, which takes part in gathers where it is not made anew for each of them."""
+        lo, hi = piece_bounds(self.layout, self.facts.axes, self.plan.weight)
+        is_sent = (self.plan.gathers_weights or self.plan.gathers_after_install) and not self._casts_on_the_way
+        with self._pool.lasting(f"{self.facts.name}.{number}", (hi - lo) * dtype.itemsize if is_sent else 0):
+            return self._empty(self.plan.weight, dtype)
+
     def _reserve_full(self, number: int, weight: FlatBuffer) -> FlatBuffer:
         """The whole plane: the resting weight itself, or storage from the pool that is there only while needed."""
         if not self.plan.gathers_weights:
             return weight
-        key = f"{self.facts.name}.{number}"
+        key = self._key(number)
         data = self._pool.reserve(key, self.layout.size, weight.dtype, self.facts.device)
         return FlatBuffer(self.layout, self.facts.axes, REPLICATED, data)
+
+    def _key(self, number: int) -> str:
+        """The pool's name for the storage of a gathered plane."""
+        return f"{self.facts.name}.{number}"
+
+    @property
+    def gathered_needs(self) -> tuple[tuple[str, int], ...]:
+        """(key, bytes) of every storage that a gather takes from the pool."""
+        if not self.plan.gathers_weights:
+            return ()
+        return tuple((self._key(number), full.nbytes) for number, full in enumerate(self._full))
 
     @property
     def requires_grad(self) -> bool:
@@ -127,7 +145,7 @@ class ParamGroup:
     @property
     def gathered_nbytes(self) -> int:
         """Bytes of the storage that a gather takes from the pool."""
-        return sum(full.nbytes for full in self._full) if self.plan.gathers_weights else 0
+        return sum(nbytes for _, nbytes in self.gathered_needs)
 
     @torch.no_grad()
     def load_initial(self, agreed: Callable[[torch.Tensor], torch.Tensor]) -> None:
