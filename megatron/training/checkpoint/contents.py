@@ -1,6 +1,6 @@
-"""What a checkpoint holds: tensors and plain values under names, no code.
+"""What a checkpoint holds: tensors and plain values, under Megatron-LM's names; told in full by docs/checkpoints.md.
 
-- `checkpoint_version`; `progress.*`: counts of the run
+- `checkpoint_version`, `iteration`, `num_floating_point_operations_so_far`, `args`; `progress.*`: more counts
 - `model.module.<name>`: main weights and buffers
 - `optimizer.state.<name>.*`: moments and step; `optimizer.param_to_group_meta.<name>.*`: options of its group
 - `optimizer.grad_scaler.*`: loss scale, if it changes
@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.training.checkpoint.arguments import to_arguments
 from megatron.training.checkpoint.random_state import current_state
 from megatron.training.state import Run
+from megatron_fsdp.mcore.stored_state import StoredState
 
 VERSION = 3.0
 """Megatron-LM's number for this layout."""
@@ -29,17 +31,32 @@ class Parts:
 
 
 def contents(run: Run, parts: Parts) -> dict[str, Any]:
-    """The parts of `run` by name. Tensors are the run's own: reading into them in place is loading. **Collective.**"""
-    run.model.stop_communication()
-    values: dict[str, Any] = {"checkpoint_version": VERSION, "model": run.model.state_dict()}
+    """What is written of `run`: the tensors of `tensors` and every plain value. **Collective.**"""
+    values: dict[str, Any] = {"checkpoint_version": VERSION, "args": to_arguments(run)}
     if parts.progress:
-        values["progress"] = run.state.state_dict()
+        values |= _counts(run)
+    return values | tensors(run, parts, StoredState(run.model))
+
+
+def tensors(run: Run, parts: Parts, stored: StoredState) -> dict[str, Any]:
+    """The parts of `run` but its counts. Tensors are the run's own: reading into them is loading. **Collective.**"""
+    run.model.stop_communication()
+    values: dict[str, Any] = {"model": stored.model(run.model.state_dict())}
     if parts.optimizer and run.optimizer is not None:
-        values["optimizer"] = run.optimizer.fqn_state_dict()
+        values["optimizer"] = stored.optimizer(run.optimizer.fqn_state_dict())
         values["opt_param_scheduler"] = run.scheduler.state_dict()
     if parts.rng:
         values["rng_state"] = {rank_key(run.world.ranks.rank): current_state()}
     return values
+
+
+def _counts(run: Run) -> dict[str, Any]:
+    counts = run.state.state_dict()
+    return {
+        "iteration": counts.pop("iteration"),
+        "num_floating_point_operations_so_far": counts.pop("floating_point_operations"),
+        "progress": counts,
+    }
 
 
 def rank_key(rank: int) -> str:
@@ -56,3 +73,14 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + name] = value
     return flat
+
+
+def with_leaves(values: Mapping[str, Any], leaves: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`values` with those of its leaves that `leaves` has by their flattened names, and without the others."""
+    kept = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            kept[key] = with_leaves(value, leaves, f"{prefix}{key}.")
+        elif prefix + key in leaves:
+            kept[key] = leaves[prefix + key]
+    return kept

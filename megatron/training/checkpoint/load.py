@@ -2,39 +2,32 @@
 
 import io
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from megatron.training.agree import on_every_rank, on_first_rank
-from megatron.training.checkpoint.contents import Parts, contents, flattened, rank_key
+from megatron.training.checkpoint.contents import Parts, flattened, rank_key, tensors, with_leaves
 from megatron.training.checkpoint.damage import changed_files, in_words, what_failed
+from megatron.training.checkpoint.match import Difference, Stored, compare
 from megatron.training.checkpoint.paths import damaged, folder_to_load
+from megatron.training.checkpoint.plain_data import PlainReader, read_arguments, read_metadata, read_value
 from megatron.training.checkpoint.random_state import restore
 from megatron.training.checkpoint.schedule import load_schedule
+from megatron.training.checkpoint.vocabulary import with_saved_rows
 from megatron.training.launch import RunError
 from megatron.training.ranks import ON_EVERY_RANK
 from megatron.training.state import Run
+from megatron_fsdp.mcore.stored_state import StoredState
 
 logger = logging.getLogger(__name__)
-
-_UNEXPECTED_MATTERS = ("model.", "optimizer.state.")
-"""What a checkpoint may not hold in vain; the rest depends on flags, ranks and precision."""
-
-
-_MODEL = "model.module."
-_PER_PARAMETER = ("optimizer.state.", "optimizer.param_to_group_meta.")
-"""Parts with several values for each parameter."""
-_ROWS_OF_VOCABULARY = (".word_embeddings.weight", ".output_layer.weight")
-"""Ends of the names of parameters with one row for each id."""
 
 
 class MissingCheckpointError(RunError):
@@ -51,39 +44,6 @@ class DataOnlyPlanner(DefaultLoadPlanner):
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """How a checkpoint differs from what the run would read."""
-
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    shapes: tuple[str, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.shapes)
-
-    def __str__(self) -> str:
-        lines = []
-        for title, names in (("missing", self.missing), ("unexpected", self.unexpected), ("shape", self.shapes)):
-            if names:
-                shown = _by_parameter(names)
-                lines += [f"{title} ({len(shown)}):", *(f"  {name}" for name in shown)]
-        return "\n".join(lines)
-
-
-def _by_parameter(names: Sequence[str]) -> list[str]:
-    """`names` with one entry for all of a parameter's optimizer state, and none if the parameter is named itself."""
-    shown: dict[str, None] = {}
-    all_names = set(names)
-    for name in names:
-        part = next((part for part in _PER_PARAMETER if name.startswith(part)), None)
-        if part is None:
-            shown[name] = None
-        elif _MODEL + (parameter := name.removeprefix(part).rpartition(".")[0]) not in all_names:
-            shown[f"{part}{parameter}.*"] = None
-    return list(shown)
 
 
 def load_checkpoint(run: Run) -> bool:
@@ -132,71 +92,104 @@ def _verify(folder: Path, run: Run) -> None:
 
 
 def _read(run: Run, folder: Path, parts: Parts) -> None:
-    saved = on_every_rank(lambda: FileSystemReader(str(folder)).read_metadata(), run.world.device)
+    saved = on_every_rank(lambda: read_metadata(folder), run.world.device)
     _check_parts(folder, parts, saved)
-    values = contents(run, parts)
+    counts = on_first_rank(lambda: _saved_counts(folder, saved), run.world.device) if parts.progress else {}
+    names = Stored(saved)
+    stored = StoredState(run.model, names.has_weight)
+    values = tensors(run, parts, stored)
     if parts.rng:
         source = _rng_source(run, saved)
         values["rng_state"] = {source: values["rng_state"][rank_key(run.world.ranks.rank)]}
-    difference, is_strict = compare(values, saved), run.config.checkpoint.strict_fsdp_dtensor_load
-    if difference and (is_strict or difference.shapes):
-        raise ValueError(f"{folder} does not fit the run:\n{difference}")
-    if difference:
-        logger.warning(
-            "%s does not fit the run, which keeps its own values:\n%s", folder, difference, extra=ON_EVERY_RANK
-        )
-        values = _without(values, set(difference.missing))
-    try:
-        dcp.load(values, checkpoint_id=str(folder), planner=DataOnlyPlanner())
-    except CheckpointException as error:  # Raised on every rank, whichever failed.
-        raise ValueError(damaged(folder, what_failed(error))) from error
-    run.model.load_state_dict(values["model"], strict=False)
+    leaves = with_saved_rows(flattened(values), names, run.job.tokenizer.vocab_size)
+    _check_names(run, folder, compare(leaves, names))
+    values = with_leaves(values, _read_leaves(folder, saved, names, leaves))
+    run.model.load_state_dict(run.model.state_dict(), strict=False)  # Read in place; compute weights follow.
     if parts.optimizer:
         own_groups = [dict(group) for group in run.optimizer.param_groups]
-        run.optimizer.load_fqn_state_dict(_with_own_state(run.optimizer.fqn_state_dict(), values["optimizer"]))
+        own = run.optimizer.fqn_state_dict()
+        run.optimizer.load_fqn_state_dict(_with_own_options(own, stored.optimizer_from(values["optimizer"], own)))
         load_schedule(run, values["opt_param_scheduler"], own_groups)
     if parts.progress:
-        run.state.load_state_dict({**run.state.state_dict(), **values["progress"]})
+        run.state.load_state_dict({**run.state.state_dict(), **counts})
     if parts.rng:
         restore(values["rng_state"][source])
 
 
 def _check_parts(folder: Path, parts: Parts, saved: Metadata) -> None:
     """Raises ValueError, with the flag to use, if whole parts were not saved."""
-    names = {name.split(".")[0] for name in saved.state_dict_metadata}
+
+    def has(start: str) -> bool:
+        return any(name.startswith(start) for name in saved.state_dict_metadata)
+
     for is_wanted, name, flag in (
         (parts.optimizer, "optimizer", "--no-load-optim"),
         (parts.rng, "rng_state", "--no-load-rng"),
     ):
-        if is_wanted and name not in names:
+        if is_wanted and not has(name + "."):
             raise ValueError(f"{folder} was saved without {name}; pass {flag}, or --finetune to start at iteration 0")
+    if parts.rng and not has(f"rng_state.{rank_key(0)}."):
+        raise ValueError(
+            f"the random states in {folder} are not those of this program's ranks; pass --no-load-rng to draw new ones"
+        )
 
 
-def compare(values: Mapping[str, Any], saved: Metadata) -> Difference:
-    """What of `values` the checkpoint lacks, has in vain, or has in another shape."""
-    wanted, there = flattened(values), saved.state_dict_metadata
-    matters = tuple(prefix for prefix in _UNEXPECTED_MATTERS if any(name.startswith(prefix) for name in wanted))
-    shapes = [
-        f"{name}: {tuple(there[name].size)} in the checkpoint, {tuple(value.shape)} in the run"
-        + _padding_to_ask_for(name, there[name].size, value.shape)
-        for name, value in wanted.items()
-        if isinstance(value, torch.Tensor)
-        and not name.startswith(_PER_PARAMETER)  # as the parameter itself
-        and isinstance(there.get(name), TensorStorageMetadata)
-        and there[name].size != value.shape
-    ]
-    return Difference(
-        missing=tuple(sorted(wanted.keys() - there.keys())),
-        unexpected=tuple(sorted(name for name in there.keys() - wanted.keys() if name.startswith(matters))),
-        shapes=tuple(sorted(shapes)),
-    )
+def _saved_counts(folder: Path, saved: Metadata) -> dict[str, int]:
+    """How far the saved run had come, under Megatron-LM's names or under those of earlier versions of this package."""
+    try:
+        counts = _stored_counts(folder, saved)
+    except ValueError as error:
+        raise ValueError(damaged(folder, str(error))) from error
+    for name in ("iteration", "consumed_train_samples"):
+        if name not in counts:
+            raise ValueError(f"{folder} does not say its {name}; pass --finetune to start at iteration 0")
+    return counts
 
 
-def _padding_to_ask_for(name: str, saved: torch.Size, wanted: torch.Size) -> str:
-    """What to do about a table of the vocabulary that has other rows."""
-    if not name.endswith(_ROWS_OF_VOCABULARY) or saved[1:] != wanted[1:]:
-        return ""
-    return f"; if the tokenizer is the same, pass --padded-vocab-size {saved[0]}"
+def _stored_counts(folder: Path, saved: Metadata) -> dict[str, int]:
+    arguments = read_arguments(folder, saved)
+    places = {
+        "iteration": ("iteration", "progress.iteration"),
+        "floating_point_operations": ("num_floating_point_operations_so_far", "progress.floating_point_operations"),
+        "consumed_train_samples": ("progress.consumed_train_samples",),
+        "consumed_valid_samples": ("progress.consumed_valid_samples",),
+        "skipped_iterations": ("progress.skipped_iterations",),
+    }
+    counts = {name: arguments[name] for name in places if isinstance(arguments.get(name), int)}
+    for name, stored in places.items():
+        there = next((each for each in stored if each in saved.state_dict_metadata), None)
+        if there is not None:
+            counts[name] = int(read_value(folder, saved, there))
+    return counts
+
+
+def _check_names(run: Run, folder: Path, difference: Difference) -> None:
+    """Raises on every rank if the checkpoint fits not on one: ranks may have different experts. **Collective.**"""
+    is_strict = run.config.checkpoint.strict_fsdp_dtensor_load
+
+    def check() -> None:
+        if difference and (is_strict or difference.shapes):
+            raise ValueError(f"{folder} does not fit the run:\n{difference}")
+
+    on_every_rank(check, run.world.device)
+    if difference:
+        logger.warning(
+            "%s does not fit the run, which keeps its own values:\n%s", folder, difference, extra=ON_EVERY_RANK
+        )
+
+
+def _read_leaves(folder: Path, saved: Metadata, names: Stored, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads into those of `leaves` that the checkpoint has; gives them back by their names here. **Collective.**"""
+    places = {name: there for name in leaves if (there := names.find(name)) is not None}
+    steps = {name: there for name in leaves.keys() - places.keys() if (there := names.step_of_group(name)) is not None}
+    read = {there: leaves[name] for name, there in places.items()} | dict.fromkeys(steps.values(), 0)
+    try:
+        dcp.load(read, storage_reader=PlainReader(folder, saved), planner=DataOnlyPlanner())
+    except CheckpointException as error:  # Raised on every rank, whichever failed.
+        raise ValueError(damaged(folder, what_failed(error))) from error
+    for name, there in steps.items():
+        leaves[name].fill_(float(read[there]))
+    return {name: read[there] for name, there in places.items()} | {name: leaves[name] for name in steps}
 
 
 def _rng_source(run: Run, saved: Metadata) -> str:
@@ -209,28 +202,23 @@ def _rng_source(run: Run, saved: Metadata) -> str:
             len(there),
             extra=ON_EVERY_RANK,
         )
-    rank = run.world.ranks.rank
-    choices = (rank_key(rank), rank_key(rank % run.config.dist.tensor_model_parallel_size))
+    rank, dist = run.world.ranks.rank, run.config.dist
+    choices = (rank_key(rank), rank_key(rank % (dist.tensor_model_parallel_size * dist.expert_model_parallel_size)))
     return next((choice for choice in choices if choice in there), rank_key(0))
 
 
-def _without(values: Mapping[str, Any], names: set[str], prefix: str = "") -> dict[str, Any]:
-    """A copy without the leaves of these names."""
-    kept = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            kept[key] = _without(value, names, f"{prefix}{key}.")
-        elif prefix + key not in names:
-            kept[key] = value
-    return kept
+def _with_own_options(own: Mapping[str, Any], read: dict[str, Any]) -> dict[str, Any]:
+    """`read`, and of `own` the options that it lacks: of one parameter, or of all in a group.
 
-
-def _with_own_state(own: dict[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
-    """`read`, and of `own` the parameters that it lacks, whose options become those of their group as it was read."""
-    options = dict(read["param_to_group_meta"])
+    A parameter that was not saved gets the options of its group as they were read.
+    """
+    options = {
+        name: {**current, **read["param_to_group_meta"].get(name, {})}
+        for name, current in own["param_to_group_meta"].items()
+    }
+    known = read["param_to_group_meta"]
     for name, current in own["param_to_group_meta"].items():
-        if not options.get(name):
-            group = [other for other, value in own["param_to_group_meta"].items() if value == current]
-            options[name] = next((options[other] for other in group if options.get(other)), current)
-    state = {name: read["state"].get(name) or value for name, value in own["state"].items()}
-    return {**own, **read, "state": state, "param_to_group_meta": options}
+        if name not in known:
+            group = (other for other, value in own["param_to_group_meta"].items() if value == current)
+            options[name] = next((options[other] for other in group if other in known), current)
+    return {**read, "param_to_group_meta": options}

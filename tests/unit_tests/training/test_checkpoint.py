@@ -55,11 +55,13 @@ def test_the_names(saved):
     weight = "decoder.layers.0.self_attention.linear_qkv.weight"
     assert {
         f"model.module.{weight}", f"optimizer.state.{weight}.exp_avg", f"optimizer.state.{weight}.step",
-        f"optimizer.param_to_group_meta.{weight}.lr", "opt_param_scheduler.num_steps", "progress.iteration",
-        "progress.consumed_train_samples", "rng_state.rank_00000.random_rng_state", "checkpoint_version",
+        f"optimizer.param_to_group_meta.{weight}.lr", "opt_param_scheduler.num_steps", "iteration", "args",
+        "num_floating_point_operations_so_far", "progress.consumed_train_samples",
+        "rng_state.rank_00000.random_rng_state", "checkpoint_version",
     } <= names.keys()  # fmt: skip
     assert {name.split(".")[0] for name in names} == {
-        "checkpoint_version", "model", "progress", "optimizer", "opt_param_scheduler", "rng_state",
+        "checkpoint_version", "args", "iteration", "num_floating_point_operations_so_far", "model", "progress",
+        "optimizer", "opt_param_scheduler", "rng_state",
     }  # fmt: skip
 
 
@@ -87,7 +89,7 @@ def test_parts_that_were_not_saved(mcore_ranks1, saved, tmp_path):
     without = f"--load {tmp_path} "
     mcore_ranks1.run(run_all, f"--save {tmp_path} --no-save-optim --no-save-rng --exit-interval 2")
     assert {name.split(".")[0] for name in stored(tmp_path / "iter_0000002")} == {
-        "checkpoint_version", "model", "progress",
+        "checkpoint_version", "args", "iteration", "num_floating_point_operations_so_far", "model", "progress",
     }  # fmt: skip
     mcore_ranks1.run_expecting(ValueError, "without optimizer; pass --no-load-optim, or --finetune", run_all, without)
     mcore_ranks1.run_expecting(
@@ -112,7 +114,7 @@ def test_a_checkpoint_of_another_model(mcore_ranks1, saved):
     load = f"--load {folder} "
     fits_not = functools.partial(mcore_ranks1.run_expecting, ValueError)
     rows = r"word_embeddings.weight: \(128, 32\) in .* \(256, 32\) in .*; .* pass --padded-vocab-size 128"
-    fits_not(rows, run_all, load + "--padded-vocab-size 256")
+    fits_not(rows, run_all, load + "--vocab-size 200")
     # Both layers' weights are listed, not only the first that differs.
     shapes = r"(?s)shape.*layers.0.mlp.linear_fc1.weight: \(128, 32\) in the checkpoint, \(64, 32\) in.*layers.1"
     fits_not(shapes, run_all, load + "--ffn-hidden-size 64")
@@ -126,7 +128,7 @@ def test_a_checkpoint_of_another_model(mcore_ranks1, saved):
 
 
 def test_a_difference_names_each_parameter_once():
-    from megatron.training.checkpoint.load import Difference
+    from megatron.training.checkpoint.match import Difference
 
     missing = ("model.module.a", "optimizer.state.a.exp_avg", "optimizer.state.b.exp_avg", "optimizer.state.b.step")
     difference = Difference(missing=missing, unexpected=(), shapes=())
@@ -207,7 +209,7 @@ def test_a_damaged_checkpoint_is_one_sentence(mcore_ranks1, damageable):
     data.write_bytes(b"\xff" * len(whole))
     message = rf"iter_0000002 is no .*: __0_0.distcp is not what was written \(its checksum differs\){OTHERS}"
     mcore_ranks1.run_expecting(RunError, message, run_all, f"--load {damageable}")
-    message = f"iter_0000002 is no complete fsdp_dtensor checkpoint: rank 0 cannot read it [(][^\n]*[)]{OTHERS}"
+    message = f"iter_0000002 is no complete fsdp_dtensor checkpoint: args cannot be read [(][^\n]*[)]{OTHERS}"
     mcore_ranks1.run_expecting(RunError, message, run_all, f"--load {damageable} --no-verify-checksums")
     data.unlink()
     with pytest.raises(ValueError, match="__0_0.distcp is missing" + OTHERS):

@@ -94,6 +94,32 @@ class ShardSpec:
         found = found or [Stretch(0, cut.rank * length + low, 0)]
         return [whole.along(cut.dim, *stretch) for stretch in found]
 
+    @property
+    def part_rows(self) -> int:
+        """Rows of this tensor-parallel rank's part; 1 for a parameter without rows."""
+        return self._part_shape[0] if self.shape else 1
+
+    def rows_of_parts(self, dtensor: DTensor, first: int, count: int) -> DTensor:
+        """Rows [first, first + count) of every tensor-parallel rank's part, as a tensor of its own for torch DCP.
+
+        Shares the memory of `dtensor`, which lies like this parameter. torch's `full_tensor` is wrong on the result.
+        """
+        cut, local = self.cut_over_tp, dtensor.to_local().detach()
+        last = self.first_row + self.row_count
+        low, high = (min(max(at, first), first + count) - first for at in (self.first_row, last))
+        start = min(max(first - self.first_row, 0), self.row_count)
+        rows = with_own_storage(local.narrow(0, start, high - low))
+        shape, offsets = [count, *self._part_shape[1:]], [low] + [0] * (len(self.shape) - 1)
+        if cut.is_cut:
+            assert cut.dim == 0 or cut.blocks == 1, "blocks of another dim than the rows lie apart"
+            offsets[cut.dim] += cut.rank * shape[cut.dim]
+            shape[cut.dim] *= cut.size
+        stride = torch.empty(shape, device="meta").stride()
+        layout = {"shape": torch.Size(shape), "stride": stride}
+        piece = DTensor.from_local(rows, self.mesh, self.placements, run_check=False, **layout)
+        attach_boxes(piece, [Box((0,) * len(shape), tuple(offsets), tuple(rows.shape))], self.taken_name)
+        return piece
+
     def fits(self, tensor: object) -> bool:
         """True if `tensor` is a DTensor that lies like this parameter."""
         if not isinstance(tensor, DTensor) or tensor.shape != self.shape:

@@ -205,6 +205,21 @@ def attached_chunk(dtensor: DTensor) -> ChunkStorageMetadata | None:
     return None
 
 
+def with_rows(dtensor: DTensor, rows: int) -> DTensor:
+    """What a rank has of the first `rows` rows of a tensor whose chunk is attached; more rows than it has are nobody's.
+
+    Shares memory; for torch's checkpointing only. ValueError if the local tensor is made of several boxes.
+    """
+    chunk, local = attached_chunk(dtensor), local_tensor(dtensor).detach()
+    first = min(chunk.offsets[0], rows)
+    part = local[: min(max(rows - chunk.offsets[0], 0), local.shape[0])]
+    shape = torch.Size([rows, *dtensor.shape[1:]])
+    layout = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
+    made = DTensor.from_local(part, dtensor.device_mesh, dtensor.placements, run_check=False, **layout)
+    attach_chunk_metadata(made, (first, *chunk.offsets[1:]), part.shape)
+    return made
+
+
 def is_inside(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
     """Whether the box lies within a tensor of this shape."""
     if not len(offsets) == len(sizes) == len(shape):

@@ -1,0 +1,127 @@
+"""What checkpoints call the rows of a parameter: names and row numbers only, so that it can be read as a table.
+
+In memory a parameter has the user's name and this rank's place in tensor and expert parallelism. Stored, it has names
+that mean the same on any number of ranks, which are Megatron-LM's: each handler below turns a piece into the pieces
+that are stored instead of it. `unsplit` leaves out those that cut, as older checkpoints of this package did.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Piece(NamedTuple):
+    """Rows of the part of a parameter that a tensor-parallel rank has, and what they are called."""
+
+    name: str
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What the rules must know of the model around one parameter."""
+
+    is_gated: bool = False
+    """Its layer's MLP computes activation(gate) * up with one weight [gate; up]."""
+    first_expert: int = 0
+    """The global number of this rank's first expert."""
+    query_latent_rows: int | None = None
+    """Of multi-latent attention, the rows of the fused down-projection that make queries."""
+    renames_mtp: bool = True
+    """Layers of multi-token prediction are called as Megatron-LM stores them."""
+
+
+Handler = Callable[[Piece, Surroundings], Iterator[Piece]]
+
+_GATED = re.compile(
+    r"(^|\.)mlp\.((shared_experts\.|experts\.local_experts\.\d+\.)?linear_fc1\.(weight|bias)"
+    r"|experts\.linear_fc1\.(weight|bias)\d+)$"
+)
+_EXPERT = re.compile(
+    r"(?P<head>(?:^|\.)mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(?P<number>\d+)(?P<tail>(?:\.|_[wv])?)"
+)
+_FUSED_LATENT = re.compile(r"(?P<layer>(?:^|.*\.))self_attention\.linear_qkv_down_proj\.(?P<leaf>\w+)$")
+_MTP = re.compile(r"((?:^|\.)mtp\.layers\.\d+\.)mtp_model_layer\.")
+
+
+def split_gated(piece: Piece, around: Surroundings) -> Iterator[Piece]:
+    """[gate; up] as two tensors, each cut over tensor-parallel ranks by itself, so that their number may change."""
+    if not (around.is_gated and _GATED.search(piece.name)):
+        yield piece
+        return
+    half = piece.count // 2
+    yield Piece(f"{piece.name}_w", piece.first, half)
+    yield Piece(f"{piece.name}_v", piece.first + half, half)
+
+
+def split_fused_latent(piece: Piece, around: Surroundings) -> Iterator[Piece]:
+    """The fused down-projection of multi-latent attention under the names of the two that it consists of."""
+    found = _FUSED_LATENT.match(piece.name)
+    rows = around.query_latent_rows
+    if found is None or rows is None:
+        yield piece
+    elif (leaf := found["leaf"]).startswith("layer_norm_"):
+        yield piece._replace(name=f"{found['layer']}input_layernorm.{leaf.removeprefix('layer_norm_')}")
+    else:
+        attention = f"{found['layer']}self_attention."
+        yield Piece(f"{attention}linear_q_down_proj.{leaf}", piece.first, rows)
+        yield Piece(f"{attention}linear_kv_down_proj.{leaf}", piece.first + rows, piece.count - rows)
+
+
+def number_experts(piece: Piece, around: Surroundings) -> Iterator[Piece]:
+    """Experts by their number in the model, not on the rank."""
+    yield piece._replace(name=shift_expert(piece.name, around.first_expert))
+
+
+def name_mtp(piece: Piece, around: Surroundings) -> Iterator[Piece]:
+    """The layer inside one of multi-token prediction under one name, whatever megatron-core's version calls it."""
+    yield piece._replace(name=_MTP.sub(r"\1transformer_layer.", piece.name)) if around.renames_mtp else piece
+
+
+CUTTING: tuple[Handler, ...] = (split_gated, split_fused_latent)
+RENAMING: tuple[Handler, ...] = (number_experts, name_mtp)
+
+
+def stored_pieces(name: str, rows: int, around: Surroundings, *, unsplit: bool = False) -> list[Piece]:
+    """What is stored of parameter `name`, of which each tensor-parallel rank has `rows`."""
+    pieces = [Piece(name, 0, rows)]
+    for handler in RENAMING if unsplit else (*CUTTING, *RENAMING):
+        pieces = [made for piece in pieces for made in handler(piece, around)]
+    return pieces
+
+
+def stored_name(name: str, around: Surroundings) -> str:
+    """What a parameter is called where it stays in one piece: its options in the optimizer."""
+    return stored_pieces(name, 0, around, unsplit=True)[0].name
+
+
+def shift_expert(name: str, by: int) -> str:
+    """`name` with the number of its expert raised."""
+    return _EXPERT.sub(lambda found: f"{found['head']}{int(found['number']) + by}{found['tail']}", name, count=1)
+
+
+def expert_number(name: str) -> int | None:
+    """Which expert a parameter belongs to; None if to none."""
+    found = _EXPERT.search(name)
+    return int(found["number"]) if found else None
+
+
+def without_expert(name: str) -> str:
+    """`name` with a star for its expert's number: the same for all experts."""
+    return _EXPERT.sub(lambda found: f"{found['head']}*{found['tail']}", name, count=1)
+
+
+def canonical(name: str) -> str:
+    """A stored name without what depends on who wrote it: wrappers in front, and the name inside MTP layers."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return _MTP.sub(r"\1transformer_layer.", name)
+
+
+def joined_name(name: str) -> tuple[str, int] | None:
+    """For `<weight>_w` and `<weight>_v` of a gated layer: (weight, 0 or 1); None for any other name."""
+    if name[-2:] not in ("_w", "_v") or not _GATED.search(name[:-2]):
+        return None
+    return name[:-2], "wv".index(name[-1])
