@@ -8,7 +8,6 @@
 - `rng_state.rank_00000.*`: random states of each rank
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,25 +61,3 @@ def _counts(run: Run) -> dict[str, Any]:
 def rank_key(rank: int) -> str:
     """What the random states of a rank are called."""
     return f"rank_{rank:05d}"
-
-
-def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested names joined by dots, as torch's distributed checkpoint stores them."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= flattened(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
-
-
-def with_leaves(values: Mapping[str, Any], leaves: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`values` with those of its leaves that `leaves` has by their flattened names, and without the others."""
-    kept = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            kept[key] = with_leaves(value, leaves, f"{prefix}{key}.")
-        elif prefix + key in leaves:
-            kept[key] = leaves[prefix + key]
-    return kept

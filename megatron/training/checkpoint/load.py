@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from megatron.training.agree import on_every_rank, on_first_rank
-from megatron.training.checkpoint.contents import Parts, flattened, rank_key, tensors, with_leaves
+from megatron.training.checkpoint.contents import Parts, rank_key, tensors
 from megatron.training.checkpoint.damage import changed_files, in_words, what_failed
 from megatron.training.checkpoint.match import Difference, Stored, compare
+from megatron.training.checkpoint.nested import flattened, with_leaves
 from megatron.training.checkpoint.paths import damaged, folder_to_load
 from megatron.training.checkpoint.plain_data import PlainReader, read_arguments, read_metadata, read_value
 from megatron.training.checkpoint.random_state import restore

@@ -1,0 +1,26 @@
+"""Nested dicts and their flattened names, as torch's distributed checkpoint joins them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested names joined by dots, as torch's distributed checkpoint stores them."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(flattened(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def with_leaves(values: Mapping[str, Any], leaves: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`values` with those of its leaves that `leaves` has by their flattened names, and without the others."""
+    kept = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            kept[key] = with_leaves(value, leaves, f"{prefix}{key}.")
+        elif prefix + key in leaves:
+            kept[key] = leaves[prefix + key]
+    return kept

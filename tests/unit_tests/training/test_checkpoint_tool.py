@@ -1,0 +1,205 @@
+"""`tools/checkpoint.py` on checkpoints that are written here by torch alone."""
+
+import argparse
+import importlib.util
+import json
+import pickle
+import weakref
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron.training.checkpoint.entries import Entry, open_source
+from megatron.training.checkpoint.write_entries import write_file, write_folder
+
+FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
+ROOT = Path(__file__).parents[3]
+
+
+def _load_tool():
+    spec = importlib.util.spec_from_file_location("checkpoint_tool", ROOT / "tools" / "checkpoint.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    return tool
+
+
+TOOL = _load_tool()
+
+
+def stored(wrappers: str = "") -> dict:
+    """What a run might have written."""
+    torch.manual_seed(0)
+    state = f"optimizer.state.{wrappers}"
+    moments = {f"{state}{FC1}{end}.exp_avg": torch.randn(3, 4) for end in ("_w", "_v")}
+    steps = {f"{state}{FC1}{end}.step": torch.tensor(7.0) for end in ("_w", "_v")}
+    return {
+        f"model.module.{FC1}_w": torch.randn(3, 4),
+        f"model.module.{FC1}_v": torch.randn(3, 4),
+        "model.module.half": torch.randn(5).bfloat16(),
+        "model.module.empty": torch.empty(0, 2),
+        **moments,
+        **steps,
+        f"optimizer.param_to_group_meta.{wrappers}{FC1}.betas": [0.9, 0.95],
+        "progress.consumed_train_samples": 24,
+        "rng_state.rank_00000.torch_rng_state": torch.arange(3, dtype=torch.uint8),
+        "iteration": 3,
+        "args": argparse.Namespace(hidden_size=4, bf16=True, padded_vocab_size=None),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with a checkpoint and the file that names it."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    dcp.save(stored(), checkpoint_id=str(root / "iter_0000003"), no_dist=True)
+    (root / "latest_checkpointed_iteration.txt").write_text("3")
+    return root
+
+
+def values(path: Path) -> dict:
+    """Everything in a checkpoint, read."""
+    return {name: value.read() if hasattr(value, "read") else value for name, value in open_source(path).items()}
+
+
+def same(one: dict, other: dict) -> bool:
+    def equal(a, b):
+        return a.dtype == b.dtype and a.shape == b.shape and a.equal(b) if isinstance(a, torch.Tensor) else a == b
+
+    return one.keys() == other.keys() and all(equal(value, other[name]) for name, value in one.items())
+
+
+def test_inspect_lists_all(folder, capsys):
+    assert TOOL.main(["inspect", str(folder), "--values"]) == 0
+    shown = capsys.readouterr().out
+    assert f"model.module.{FC1}_w  (3, 4)  float32\n" in shown and "model.module.half  (5,)  bfloat16" in shown
+    assert "args.hidden_size = 4" in shown and "iteration 3: 9 tensors" in shown and "29 elements in the model" in shown
+    assert TOOL.main(["inspect", str(folder / "iter_0000003"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["tensors"]["model.module.half"] == {"shape": [5], "dtype": "bfloat16"}
+    assert report["iteration"] == 3 and report["arguments"]["bf16"] is True
+
+
+def test_one_file_is_plain_torch_and_back_it_is_the_same_bit_for_bit(folder, tmp_path):
+    file, back = tmp_path / "model.pt", tmp_path / "back"
+    assert TOOL.main(["convert", str(folder), str(file), "--to", "torch"]) == 0
+    plain = torch.load(file, weights_only=True)
+    before = stored()
+    halves = [before[f"model.module.{FC1}{end}"] for end in ("_w", "_v")]
+    assert plain["model"].keys() == {FC1, "half", "empty"} and plain["model"][FC1].equal(torch.cat(halves))
+    assert plain["optimizer"]["state"][FC1].keys() == {"exp_avg", "step"} and plain["args"]["hidden_size"] == 4
+    assert zipfile.ZipFile(file).testzip() is None, "other programs check the sums"
+    assert TOOL.main(["convert", str(file), str(back), "--to", "fsdp_dtensor"]) == 0
+    assert (back / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert same(values(back), values(folder))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "model.pt"]
+
+
+def test_megatron_lm_finds_its_names(folder, tmp_path):
+    assert TOOL.main(["convert", str(folder), str(tmp_path / "theirs"), "--to", "megatron-lm"]) == 0
+    theirs = values(tmp_path / "theirs")
+    state = "optimizer.state.module.module.module."
+    assert {f"{state}{FC1}_w.exp_avg", f"model.module.{FC1}_v", "args", "checkpoint_version", "iteration"} <= set(
+        theirs
+    )
+    assert f"optimizer.param_to_group_meta.module.module.module.{FC1}.betas" in theirs
+    assert not any(name.startswith(("progress.", "rng_state.")) for name in theirs)
+    assert TOOL.main(["diff", str(folder), str(tmp_path / "theirs"), "--only", "optimizer."]) == 0
+
+
+def test_a_bare_state_dict_becomes_a_checkpoint_of_weights(tmp_path):
+    weights = {FC1: torch.randn(6, 4), "norm": torch.ones(4)}
+    torch.save(weights, tmp_path / "bare.pt")
+    assert (
+        TOOL.main(["convert", str(tmp_path / "bare.pt"), str(tmp_path / "out"), "--to", "fsdp_dtensor", "--swiglu"])
+        == 0
+    )
+    found = values(tmp_path / "out")
+    assert set(found) == {f"model.module.{FC1}_w", f"model.module.{FC1}_v", "model.module.norm"}
+    assert found[f"model.module.{FC1}_v"].equal(weights[FC1][3:])
+    assert TOOL.main(["diff", str(tmp_path / "bare.pt"), str(tmp_path / "out"), "--only", "model."]) == 0
+
+
+def test_diff_tells_names_shapes_and_the_largest_difference(tmp_path, capsys):
+    one = {"a": torch.zeros(4), "b": torch.zeros(2), "nan": torch.tensor([float("nan")]), "only": torch.ones(1)}
+    other = {"a": torch.tensor([0.0, 0.0, 0.25, -0.5]), "b": torch.zeros(3), "nan": one["nan"].clone()}
+    torch.save(one, tmp_path / "one")
+    torch.save(other, tmp_path / "other")
+    both = [str(tmp_path / "one"), str(tmp_path / "other")]
+    assert TOOL.main(["diff", *both]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        "only in the first: model.only",
+        "model.a: 2 of 4 elements differ, by up to 0.5",
+        "model.b: shapes (2,) and (3,)",
+    ]
+    assert "nan" not in "".join(lines[:-1])
+    assert TOOL.main(["diff", *both, "--only", "model.a", "--atol", "0.4"]) == 1
+    assert TOOL.main(["diff", *both, "--only", "model.a", "--atol", "0.5"]) == 0
+
+
+def test_verify_reads_every_tensor(folder, tmp_path, capsys):
+    assert TOOL.main(["verify", str(folder)]) == 0
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in (folder / "iter_0000003").iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    (data,) = copy.glob("*.distcp")
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-1000] + b"\0" * 1000)
+    assert TOOL.main(["verify", str(copy)]) == 2
+    data.write_bytes(whole[:-1000])
+    assert TOOL.main(["verify", str(copy)]) == 2
+    assert f"{data.name} has {len(whole) - 1000} of {len(whole)} bytes" in capsys.readouterr().err
+
+
+def test_mistakes_are_one_line(folder, tmp_path, capsys):
+    assert TOOL.main(["inspect", str(tmp_path / "nowhere")]) == 2
+    assert TOOL.main(["convert", str(folder), str(folder), "--to", "torch"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and "does not exist" in said[0] and "exists; choose another name" in said[1]
+
+
+class Runs:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self):
+        return (open, (str(Path(__file__).with_name("never")), "w"))
+
+
+def test_nothing_in_a_checkpoint_is_run(tmp_path, capsys):
+    never = Path(__file__).with_name("never")
+    folder = tmp_path / "evil"
+    dcp.save({"weight": torch.ones(2), "args": argparse.Namespace(a=1, b=Runs(), c=[1, Runs()])},
+             checkpoint_id=str(folder), no_dist=True)  # fmt: skip
+    assert TOOL.main(["inspect", str(folder), "--values"]) == 0, "of arguments what is data can be read"
+    shown = capsys.readouterr().out
+    assert "args.a = 1" in shown and "args.b" not in shown and "args.c" not in shown
+    dcp.save({"value": Runs()}, checkpoint_id=str(tmp_path / "value"), no_dist=True)
+    assert TOOL.main(["inspect", str(tmp_path / "value")]) == 2
+    torch.save({"a": torch.ones(1), "b": Runs()}, tmp_path / "file")
+    assert TOOL.main(["inspect", str(tmp_path / "file")]) == 2
+    (folder / ".metadata").write_bytes(pickle.dumps(Runs()))
+    assert TOOL.main(["inspect", str(folder)]) == 2
+    assert "it names io.open" in capsys.readouterr().err
+    assert not never.exists()
+
+
+def test_converting_holds_few_tensors(tmp_path):
+    alive, most = set(), 0
+
+    def read() -> torch.Tensor:
+        nonlocal most
+        tensor = torch.ones(1000)
+        alive.add(id(tensor))
+        weakref.finalize(tensor, alive.discard, id(tensor))
+        most = max(most, len(alive))
+        return tensor
+
+    source = {f"model.{i}": Entry(torch.Size([1000]), torch.float32, read) for i in range(20)}
+    write_file(source, tmp_path / "file")
+    write_folder(source, tmp_path / "folder")
+    assert 1 <= most <= 3
+    assert len(open_source(tmp_path / "file")) == len(open_source(tmp_path / "folder")) == 20
