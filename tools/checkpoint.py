@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.training.checkpoint.compare_entries import compare_entries
-from megatron.training.checkpoint.damage import damage
+from megatron.training.checkpoint.damage import changed_files, damage, in_words
 from megatron.training.checkpoint.entries import ARGUMENTS, Entry, Source, checkpoint_folder, open_source
 from megatron.training.checkpoint.forms import to_megatron_lm, to_plain, to_stored
 from megatron.training.checkpoint.write_entries import write_file, write_folder
@@ -82,10 +82,9 @@ def _short(value: object) -> str:
 
 def verify(options: argparse.Namespace) -> int:
     """Says whether the files are whole and every tensor can be read."""
-    source = None
     if not options.checkpoint.is_file():
         folder = checkpoint_folder(options.checkpoint, options.step)
-        if problem := damage(folder):
+        if problem := damage(folder) or in_words(changed_files(folder, 0, 1)):
             raise ValueError(f"{folder}: {problem}")
     source = open_source(options.checkpoint, options.step)
     progress = _Progress(source)

@@ -4,10 +4,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint import CheckpointException
 
 from megatron.training.checkpoint import manifest
 from megatron.training.checkpoint.disk import FileFacts, facts_of
+from megatron.training.checkpoint.plain_data import read_metadata
 
 _MOST_THREADS = 8
 """Of one rank that reads files for their checksums."""
@@ -44,9 +45,9 @@ def _shorter_than_its_metadata(folder: Path) -> str | None:
     if not metadata.exists():
         return f"{metadata.name} is missing"
     try:
-        storage = FileSystemReader(str(folder)).read_metadata().storage_data
-    except Exception as error:  # noqa: BLE001  (unpickling damaged bytes can raise anything)
-        return f"{metadata.name} cannot be read ({error!r})"
+        storage = read_metadata(folder).storage_data
+    except (ValueError, OSError) as error:
+        return str(error)
     ends: dict[str, int] = {}
     for piece in storage.values():
         ends[piece.relative_path] = max(ends.get(piece.relative_path, 0), piece.offset + piece.length)

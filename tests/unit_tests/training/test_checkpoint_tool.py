@@ -182,7 +182,7 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path, capsys):
     torch.save({"a": torch.ones(1), "b": Runs()}, tmp_path / "file")
     assert TOOL.main(["inspect", str(tmp_path / "file")]) == 2
     (folder / ".metadata").write_bytes(pickle.dumps(Runs()))
-    assert TOOL.main(["inspect", str(folder)]) == 2
+    assert TOOL.main(["inspect", str(folder)]) == TOOL.main(["verify", str(folder)]) == 2
     assert "it names io.open" in capsys.readouterr().err
     assert not never.exists()
 
