@@ -35,7 +35,7 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def parity(strategy: int, poisoned: bool, with_units: bool) -> float:
-    """The largest relative error of any gradient over 3 steps of 2 micro-batches, against the whole batch on one GPU."""
+    """The largest relative error of a gradient over 3 steps of 2 micro-batches, against the whole batch on one GPU."""
     rank, world = dist.get_rank(), dist.get_world_size()
     MegatronFSDP.pool_class = PoisonPool if poisoned else ResizePool
     torch.manual_seed(0)
@@ -128,7 +128,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     results = [JOBS[sys.argv[1]](*json.loads(arguments)) for arguments in sys.argv[2:]]
     if dist.get_rank() == 0:
-        print("RESULTS " + json.dumps(results), flush=True)
+        print("RESULTS " + json.dumps(results), flush=True)  # noqa: T201  (the test reads it)
     dist.destroy_process_group()
 
 
