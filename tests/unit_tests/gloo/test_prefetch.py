@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import DistributedDataParallelConfig, FSDPDistributedIndex, MegatronFSDP, fully_shard_optimizer
-from tests.unit_tests.gloo.test_schedule import CountingPool, counted_pool
 from tests.unit_tests.harness.communication import collectives_heard
+from tests.unit_tests.harness.counting_pool import CountingPool, counted_pool
 from tests.unit_tests.harness.models import MLPBlock, TransformerBlock
 from tests.unit_tests.harness.parity import TASKS, Case, check, compare
 from tests.unit_tests.harness.rank_pool import RankPool

@@ -19,7 +19,7 @@ from megatron_fsdp.machine.allocator import PoisonPool, SlotPool
 from megatron_fsdp.machine.user_buffers import OrdinaryMemory
 from megatron_fsdp.plan.slots import PoolSlot
 from tests.unit_tests.gloo.test_prefetch import SixBlocks
-from tests.unit_tests.gloo.test_schedule import CountingPool, counted_pool
+from tests.unit_tests.harness.counting_pool import CountingPool, counted_pool
 from tests.unit_tests.harness.parity import TASKS, Case, check, compare
 from tests.unit_tests.harness.rank_pool import RankPool
 from tests.unit_tests.harness.sharded import Sharding, build_sharded, flat_mesh, train_step

@@ -1,7 +1,6 @@
 """Unevenly sharded DTensors: where the shards lie, how they come together, how torch's checkpointing sees them."""
 
 import functools
-import itertools
 import multiprocessing.reduction
 import pickle
 import random
@@ -10,93 +9,23 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from megatron_fsdp import uneven_dtensor as uneven
 from megatron_fsdp.dtensor_chunks import CREATE_CHUNK_LIST, CREATE_WRITE_ITEMS, attached_chunk
 from megatron_fsdp.machine.torch_compat import local_tensor, strided_shard
 from tests.unit_tests.harness.communication import collectives_heard
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
-DTYPES += [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
-MESH_SHAPES = {2: [(2,), (1, 2)], 3: [(3,)], 4: [(4,), (2, 2), (2, 1, 2)]}
-
-
-@functools.cache
-def mesh_of(*shape: int) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=tuple(f"axis{i}" for i in range(len(shape))))
-
-
-def placements_for(mesh: DeviceMesh, cuts: dict[int, list[int]]) -> list:
-    """Placements that cut each dim by its axes, the coarsest cut first."""
-    placements = [Replicate() for _ in range(mesh.ndim)]
-    for dim, axes in cuts.items():
-        for position, axis in enumerate(axes):
-            factor = 1
-            for earlier in axes[:position]:
-                factor *= mesh.size(earlier) if earlier > axis else 1
-            placements[axis] = Shard(dim) if factor == 1 else strided_shard(dim, factor)
-    return placements
-
-
-def box_of(shape, mesh: DeviceMesh, cuts: dict[int, list[int]], seed: int) -> list[tuple[int, int]]:
-    """This rank's (low, high) in every dim; cut points are random, often equal, and the same for all ranks."""
-    box = [(0, extent) for extent in shape]
-    for dim, axes in cuts.items():
-        path: tuple[int, ...] = ()
-        for axis in axes:
-            low, high = box[dim]
-            generator = random.Random(f"{seed} {dim} {axis} {path}")
-            inner = sorted(generator.randint(low, high) for _ in range(mesh.size(axis) - 1))
-            at = mesh.get_local_rank(axis)
-            box[dim] = tuple([low, *inner, high][at : at + 2])
-            path += (at,)
-    return box
-
-
-def sharded(full: torch.Tensor, mesh: DeviceMesh, cuts: dict[int, list[int]], seed: int) -> tuple[DTensor, list]:
-    box = box_of(full.shape, mesh, cuts, seed)
-    local = full[tuple(slice(low, high) for low, high in box)].clone()
-    placements = placements_for(mesh, cuts)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()), box
-
-
-def rows(full: torch.Tensor, counts: list[int], mesh: DeviceMesh | None = None, attach: bool = False) -> DTensor:
-    """`full` on a 1-D mesh with so many rows at each rank."""
-    mesh = mesh or mesh_of(len(counts))
-    at, start = mesh.get_local_rank(0), sum(counts[: mesh.get_local_rank(0)])
-    local = full[start : start + counts[at]].clone()
-    placements = [Shard(0), *[Replicate()] * (mesh.ndim - 1)]
-    result = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
-    if attach:
-        uneven.attach_chunk_metadata(result, (start, *[0] * (full.dim() - 1)), local.shape)
-    return result
-
-
-def values(shape, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 100, shape, generator=generator).to(dtype)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(a.float(), b.float()) if a.dtype.itemsize == 1 else torch.equal(a, b)
-
-
-def random_cuts(generator: random.Random, ndim: int, mesh: DeviceMesh) -> dict[int, list[int]]:
-    """Every mesh axis replicates or cuts some dim, in any order."""
-    cuts: dict[int, list[int]] = {}
-    for axis in generator.sample(range(mesh.ndim), mesh.ndim):
-        dim = generator.randint(-1, ndim - 1)
-        if dim >= 0:
-            cuts.setdefault(dim, []).append(axis)
-    return cuts
-
-
-# ---- where the shards lie, and the full tensor ----
+from tests.unit_tests.harness.uneven import (
+    DTYPES,
+    MESH_SHAPES,
+    mesh_of,
+    random_cuts,
+    rows,
+    same,
+    sharded,
+    values,
+)
 
 
 def fuzz_job(mesh_shapes: list[tuple[int, ...]], cases: int) -> None:
@@ -378,78 +307,6 @@ def test_one_replica_writes(ranks4) -> None:
         [1, 0, 0, 0],
         [1, 0, 0, 0],
     ]
-
-
-# ---- torch's checkpointing ----
-
-
-def counts_for(world: int, seed: int) -> list[int]:
-    """Rows per rank of 11, seldom those that torch would guess."""
-    generator = random.Random(f"{world} {seed}")
-    points = sorted(generator.choice([0, 0, 3, 4, 10, 11]) for _ in range(world - 1))
-    return [high - low for low, high in itertools.pairwise([0, *points, 11])]
-
-
-def row_state(is_blank: bool) -> dict:
-    """Uneven tensors on all ranks; half of the chunks are attached from known offsets, half are exchanged."""
-    world, model = dist.get_world_size(), {}
-    for index in range(6):
-        full = values((11, 3), DTYPES[index % 2], seed=index)
-        full = torch.full_like(full, -1) if is_blank else full
-        model[f"w{index}"] = rows(full, counts_for(world, index), attach=index % 2 == 0)
-    uneven.preprocess_state_dict_for_uneven_dtensor({name: model[name] for name in ("w1", "w3", "w5")})
-    model["no_elements"] = rows(torch.empty(0, 3), [0] * world, attach=True)
-    return {"model": model, "step": 0 if is_blank else 7}
-
-
-def save_rows_job(path: str) -> None:
-    dcp.save(row_state(is_blank=False), checkpoint_id=path)
-
-
-def load_rows_job(path: str) -> None:
-    state = row_state(is_blank=True)
-    dcp.load(state, checkpoint_id=path)
-    assert state["step"] == 7
-    for index in range(6):
-        full = values((11, 3), DTYPES[index % 2], seed=index)
-        assert same(uneven.uneven_dtensor_to_full_tensor(state["model"][f"w{index}"]), full), index
-
-
-@pytest.mark.parametrize(("saved_at", "loaded_at"), [(3, 2), (2, 3), (4, 1), (1, 3)])
-def test_checkpoint_moves_between_world_sizes(rank_pools, tmp_path, saved_at: int, loaded_at: int) -> None:
-    rank_pools[saved_at].run(save_rows_job, str(tmp_path))
-    rank_pools[loaded_at].run(load_rows_job, str(tmp_path))
-
-
-def grid_state(mesh: DeviceMesh, seed: int, is_blank: bool) -> dict:
-    state = {}
-    for index, shape in enumerate([(9, 4), (7,), (3, 5, 2), (1, 8)]):
-        full = values(shape, seed=index)
-        generator = random.Random(seed + index)
-        cuts = random_cuts(generator, len(shape), mesh)
-        state[f"w{index}"] = sharded(torch.full_like(full, -1) if is_blank else full, mesh, cuts, seed + index)[0]
-    return uneven.preprocess_state_dict_for_uneven_dtensor(state)
-
-
-def save_grid_job(path: str, mesh_shape: tuple[int, ...], seed: int) -> None:
-    dcp.save(grid_state(mesh_of(*mesh_shape), seed, is_blank=False), checkpoint_id=path)
-
-
-def load_grid_job(path: str, mesh_shape: tuple[int, ...], seed: int) -> None:
-    state = grid_state(mesh_of(*mesh_shape), seed, is_blank=True)
-    dcp.load(state, checkpoint_id=path)
-    for index, shape in enumerate([(9, 4), (7,), (3, 5, 2), (1, 8)]):
-        dtensor = state[f"w{index}"]
-        uneven.validate_uneven_dtensor(dtensor)
-        assert same(uneven.uneven_dtensor_to_full_tensor(dtensor), values(shape, seed=index)), index
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_checkpoint_moves_between_grids(ranks4, ranks3, tmp_path, seed: int) -> None:
-    """Dims cut on two axes in either order, two dims cut, replicas, in between."""
-    ranks4.run(save_grid_job, str(tmp_path), (2, 2), seed)
-    ranks3.run(load_grid_job, str(tmp_path), (3,), seed)
-    ranks4.run(load_grid_job, str(tmp_path), (2, 2), seed + 10)
 
 
 # ---- split ----

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.unit_tests.harness import float8_reference, models, odd_models
@@ -166,6 +167,15 @@ def _recipe(task: str, dtypes: DtypePolicy, reduces_each: bool, is_mean: bool, m
 def run_cases(cases: Sequence[Case], ranks: int) -> list[list[RankStep]]:
     """A pool job: this rank's part of every case."""
     return [train_sharded(TASKS[case.task].build, case.batches(ranks), case.recipe, case.sharding) for case in cases]
+
+
+def joint_step(model: Any, optimizer: Any, case: Case, microbatches: Sequence[Any], forwards: int) -> None:
+    """A step on a rank, with one backward for every `forwards` micro-batches. **Collective.**"""
+    batches = [ranks[dist.get_rank()] for ranks in microbatches]
+    for first in range(0, len(batches), forwards):
+        sum(case.recipe.loss_fn(model(x), target) for x, target in batches[first : first + forwards]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def reference(case: Case, ranks: int) -> list[StepRecord]:
