@@ -133,7 +133,7 @@ def _introduction() -> list[str]:
         "# Equivalence with one process",
         "",
         "What sharded training computes, compared with a plain loop in one process. A command that runs all cells "
-        "writes the page; `tests/unit_tests/gloo/test_equivalence.py` runs every eleventh of them, and all with "
+        "writes the page; `tests/unit_tests/gloo/test_equivalence.py` runs every fifth of them, and all with "
         "`MEGATRON_FSDP_ALL_CELLS=1`, and fails if the page is stale.",
         "",
         f"There are {fingerprint()}. Each trains {matrix.STEPS} steps; after each step all losses, every whole "

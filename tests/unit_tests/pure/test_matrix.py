@@ -1,0 +1,60 @@
+"""The equivalence matrix covers what its document says, and so does what is run of it by default."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit_tests.harness import matrix, matrix_document, matrix_runs
+from tests.unit_tests.harness.matrix import Cell
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs/equivalence.md"
+
+DIMENSIONS: dict[str, Callable[[Cell], object]] = {
+    "topology": lambda cell: cell.topology,
+    "accumulation": lambda cell: cell.microbatches,
+    "recomputation": lambda cell: cell.recompute,
+    "compute dtype": lambda cell: cell.dtypes.compute,
+    "main-parameter dtype": lambda cell: cell.dtypes.main_params,
+    "main-gradient dtype": lambda cell: cell.dtypes.main_grads,
+    "communication dtype": lambda cell: cell.dtypes.grad_comm,
+    "poison": lambda cell: cell.is_poisoned,
+}
+
+
+def values(dimension: str, *, is_exact: bool, stride: int, worlds: tuple[int, ...] = (1, 2, 3, 4)) -> set[object]:
+    found = (matrix.cells_of(world, is_exact=is_exact, stride=stride) for world in worlds)
+    return {DIMENSIONS[dimension](cell) for cells in found for cell in cells}
+
+
+@pytest.mark.parametrize("dimension", DIMENSIONS)
+def test_the_default_meets_every_value_of_every_dimension(dimension: str) -> None:
+    stride = matrix.DEFAULT_STRIDE
+    for is_exact in (True, False):
+        assert values(dimension, is_exact=is_exact, stride=stride) == values(dimension, is_exact=is_exact, stride=1)
+    for world in (1, 2, 3, 4):
+        some, every = (values(dimension, is_exact=True, stride=s, worlds=(world,)) for s in (stride, 1))
+        assert some == every, world
+
+
+def test_the_cells_cover_what_the_document_says() -> None:
+    exact = [cell for cell in matrix.CELLS if cell.is_exact]
+    ways = {(c.topology, c.microbatches, c.recompute, c.dtypes.grad_comm) for c in exact}
+    assert len(ways) == len(matrix.TOPOLOGIES) * 2 * 3 * 3
+    for topology in matrix.TOPOLOGIES:
+        dtypes = {cell.dtypes for cell in exact if cell.topology == topology}
+        assert len(dtypes) == (36 if topology.world == 2 else 18), topology
+    for world in (1, 3, 4):
+        assert len({cell.dtypes for cell in exact if cell.topology.world == world}) == 36, world
+    floats = [cell for cell in matrix.CELLS if not cell.is_exact]
+    assert {cell.dtypes for cell in floats} == {cell.dtypes for cell in exact}
+    assert {cell.topology for cell in floats} == set(matrix.TOPOLOGIES)
+    assert len(set(matrix.CELLS)) == len(matrix.CELLS)
+
+
+def test_the_document_lists_the_cells_that_there_are() -> None:
+    written = DOCUMENT.read_text()
+    stale = "docs/equivalence.md is stale: python -m tests.unit_tests.harness.matrix --write docs/equivalence.md"
+    assert matrix_document.fingerprint() in written, stale
+    for line in (*matrix_document.group_names(), *matrix.HOLES, *matrix_runs.PARAMETERS):
+        assert line in written, f"{stale} ({line!r} is missing)"
