@@ -59,7 +59,7 @@ CASES = [(2, 3, None), (3, 3, None), (3, 1, None), (4, 3, 0), (4, 3, 1), (4, 2, 
 def test_shards_of_random_layouts_tile_their_parameters(
     rank_pools: dict[int, RankPool], world: int, strategy: int, outer: int | None
 ) -> None:
-    by_rank = rank_pools[world].run(job_random, range(6), strategy, outer)
+    by_rank = rank_pools[world].run(job_random, range(12), strategy, outer)
     for runs in zip(*by_rank, strict=True):
         for name, shape in runs[0]["shapes"].items():
             boxes = [run["boxes"][name] for run in runs]

@@ -55,8 +55,8 @@ def test_nothing_races_where_units_take_turns_in_slots(ranks2: RankPool) -> None
 
 @pytest.mark.parametrize("task", ["transformer", "reentrant"])
 def test_nothing_races_on_one_axis(ranks2: RankPool, task: str) -> None:
-    cases = [case(task, MIXED, strategy) for strategy in (0, 1, 2, 3)]
-    assert_nothing_races(ranks2, [*cases, case(task, WIDE, 1, **AUTO), case(task, WIDE, 3, **AUTO)])
+    cases = [case(task, MIXED, strategy, **options) for strategy in (0, 1, 2, 3) for options in ({}, AUTO)]
+    assert_nothing_races(ranks2, [*cases, case(task, WIDE, 1), case(task, WIDE, 3, **AUTO)])
 
 
 def test_nothing_races_on_two_axes(ranks4: RankPool) -> None:
