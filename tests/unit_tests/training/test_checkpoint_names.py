@@ -1,0 +1,116 @@
+"""Checkpoints under other names, in other pieces or of another padding go on as the run that wrote them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.training.checkpoint.entries import open_source
+from megatron.training.checkpoint.forms import to_megatron_lm, to_plain
+from megatron.training.checkpoint.write_entries import write_folder
+from tests.unit_tests.training.runs import Outcome, train
+
+RUN = "--train-iters 3 --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 "
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def run_all(*flags: str) -> list[Outcome]:
+    return [train(RUN + each) for each in flags]
+
+
+@pytest.fixture(scope="module")
+def saved(mcore_ranks1, tmp_path_factory) -> tuple[Outcome, Path]:
+    """A whole run, and the checkpoint in its middle."""
+    folder = tmp_path_factory.mktemp("saved")
+    (outcome,) = mcore_ranks1.run(run_all, f"--save {folder} --save-interval 2")[0]
+    (folder / "latest_checkpointed_iteration.txt").write_text("2")
+    return outcome, folder
+
+
+def test_gated_weights_and_moments_are_stored_as_two(saved):
+    names = open_source(saved[1])
+    fc1 = "decoder.layers.1.mlp.linear_fc1.weight"
+    for stored in (f"model.module.{fc1}", f"optimizer.state.{fc1}"):
+        parts = {name.removeprefix(stored) for name in names if name.startswith(stored)}
+        assert parts == ({"_w", "_v"} if stored[0] == "m" else {
+            f"_{half}.{key}" for half in "wv" for key in ("exp_avg", "exp_avg_sq", "step")
+        })  # fmt: skip
+    assert f"optimizer.param_to_group_meta.{fc1}.lr" in names, "options are of the whole weight"
+
+
+def older(source) -> dict:
+    """As earlier versions of this package wrote it: gated weights whole, and all counts below `progress`."""
+    plain = to_plain(source)
+    del plain["gated_weights"], plain["args"]
+    plain["progress.iteration"] = plain.pop("iteration")
+    plain["progress.floating_point_operations"] = plain.pop("num_floating_point_operations_so_far")
+    return {f"model.module.{name[6:]}" if name.startswith("model.") else name: plain[name] for name in plain}
+
+
+def theirs(source) -> dict:
+    """As Megatron-LM writes it where the optimizer counts steps in its groups."""
+    stored = to_megatron_lm(source)
+    for name in [name for name in stored if name.endswith(".step")]:
+        if (parameter := name.split(".state.")[1].removesuffix(".step"))[-2:] in ("_w", "_v"):
+            parameter = parameter[:-2]
+        stored[f"optimizer.param_to_group_meta.{parameter}.step"] = int(stored.pop(name).read())
+    for name in [name for name in stored if name.endswith(".wd_mult")]:
+        del stored[name]
+    return stored
+
+
+@pytest.mark.parametrize(("form", "flags"), [(older, ""), (theirs, "--no-load-rng")])
+def test_what_others_wrote_is_resumed(mcore_ranks1, saved, tmp_path, form, flags):
+    whole, folder = saved
+    written = form(open_source(folder))
+    if "iteration" not in written:  # the writer names the folder by it
+        written = {**written, "iteration": 2}
+    write_folder(written, tmp_path / "other")
+    (resumed,) = mcore_ranks1.run(run_all, f"--load {tmp_path / 'other'} {flags}")[0]
+    assert resumed.losses == whole.losses[2:] and resumed.state == whole.state
+    for name, value in whole.weights.items():
+        assert torch.equal(resumed.weights[name], value), name
+    for name, value in whole.optimizer.items():
+        assert torch.equal(resumed.optimizer[name], value), name
+
+
+def loaded(flags: str) -> dict[str, torch.Tensor]:
+    """The embedding and its moments right after a checkpoint was read."""
+    from megatron.training.callbacks import Callback
+    from megatron.training.checkpoint.nested import flattened
+
+    found = {}
+
+    class Grab(Callback):
+        def start(self, run):
+            found["weight"] = dict(run.model.named_parameters())["module." + EMBEDDING].full_tensor().clone()
+            state = flattened(run.optimizer.fqn_state_dict()["state"])
+            found.update({key: state[f"{EMBEDDING}.{key}"].full_tensor().clone() for key in ("exp_avg", "exp_avg_sq")})
+
+    train(RUN + flags, callbacks=[Grab()])
+    return found
+
+
+def test_another_padding_keeps_the_rows_of_every_id(mcore_ranks1, mcore_ranks2, saved, tmp_path):
+    _, folder = saved
+    before = {
+        "weight": f"model.module.{EMBEDDING}",
+        **{key: f"optimizer.state.{EMBEDDING}.{key}" for key in ("exp_avg", "exp_avg_sq")},
+    }
+    before = {key: open_source(folder)[name].read() for key, name in before.items()}
+    more = f"--padded-vocab-size 192 --load {folder} "
+    for found in mcore_ranks2.run(loaded, more + f"--no-load-rng --save {tmp_path}"):
+        for key, value in before.items():
+            assert found[key].shape == (192, 32) and found[key][:128].equal(value), key
+        assert not found["exp_avg"][128:].any() and found["weight"][128:].any(), "padding starts as in a new run"
+    fewer = (
+        f"--train-iters 4 --lr-decay-iters 3 --tensor-model-parallel-size 2 --padded-vocab-size 128 --load {tmp_path}"
+    )
+    stored = open_source(tmp_path)[f"model.module.{EMBEDDING}"].read()
+    for found in mcore_ranks2.run(loaded, fewer):
+        assert found["weight"].equal(stored[:128]) and stored.shape == (192, 32)
+
+
+def test_a_checkpoint_lacks_ids_of_the_tokenizer(mcore_ranks1, saved):
+    message = r"word_embeddings.weight: \(128, 32\) in the checkpoint, \(256, 32\) in the run"
+    mcore_ranks1.run_expecting(ValueError, message, run_all, f"--load {saved[1]} --vocab-size 200")
