@@ -4,7 +4,7 @@ import sys
 
 from torch.utils.data import Dataset
 
-from megatron.training.callbacks import Callback, ManualGarbageCollection
+from megatron.training.callbacks import BufferRegistration, Callback, ManualGarbageCollection
 from megatron.training.console import Console
 from megatron.training.data import DataStream, LoaderOptions, build_data_stream
 from megatron.training.initialize import World
@@ -55,6 +55,8 @@ def build_callbacks(run: Run) -> list[Callback]:
     """What the configuration wants to happen besides training."""
     train = run.config.train
     callbacks: list[Callback] = []
+    if run.config.ddp.nccl_ub:
+        callbacks.append(BufferRegistration())
     if train.manual_gc:
         callbacks.append(ManualGarbageCollection(train.manual_gc_interval, train.manual_gc_eval))
     logger = run.config.logger

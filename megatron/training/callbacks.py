@@ -54,6 +54,18 @@ class Callbacks(Callback):
             callback.end(run)
 
 
+class BufferRegistration(Callback):
+    """Communication buffers are registered with NCCL after the first step."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if not self._is_done:
+            run.model.param_and_grad_buffer.manual_buffer_registration()
+            self._is_done = True
+
+
 class ManualGarbageCollection(Callback):
     """Python collects garbage at the same steps on every rank, so that no rank makes the others wait at odd times."""
 

@@ -34,6 +34,9 @@ class Machine:
     cuda_max_connections: str | None = None
     """The environment's CUDA_DEVICE_MAX_CONNECTIONS."""
 
+    allocator_conf: str = ""
+    """The environment's PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF, its newer name."""
+
     @staticmethod
     @cache
     def probe() -> "Machine":
@@ -45,6 +48,7 @@ class Machine:
             has_apex_softmax=has_cuda and _is_installed("scaled_masked_softmax_cuda"),
             has_apex_layer_norm=has_cuda and _is_installed("apex") and _is_installed("fast_layer_norm"),
             cuda_max_connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+            allocator_conf=f"{os.environ.get('PYTORCH_CUDA_ALLOC_CONF')},{os.environ.get('PYTORCH_ALLOC_CONF')}",
         )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megatron.training.config.flags import all_flags
 from megatron.training.config.plan import ffn_hidden_size, query_groups
-from megatron.training.config.rule_book import Setting, rule, value_of
+from megatron.training.config.rule_book import Setting, flag_of, rule, value_of
 from megatron.training.config.schema import RunConfig
 
 NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
@@ -26,8 +26,6 @@ NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
     ),
     "precision.fp8": ((None,), "use --bf16"),
     "ddp.fp8_param_gather": ((False,), "use --bf16"),
-    "ddp.nccl_ub": ((False,), "leave it out"),
-    "ddp.fsdp_double_buffer": ((False,), "leave it out; the engine chooses its buffers itself"),
     "data.dataloader_type": ((None, "single", "cyclic"), "use single or cyclic"),
     "checkpoint.async_save": ((False,), "checkpoints are written before training goes on"),
 }
@@ -165,6 +163,22 @@ def meta_device_needs_sharding(config: RunConfig, setting: Setting) -> str | Non
     if config.model.init_model_with_meta_device and config.ddp.data_parallel_sharding_strategy == "no_shard":
         return "--init-model-with-meta-device does not go with --data-parallel-sharding-strategy no_shard"
     return None
+
+
+@rule
+def buffers_are_there_to_be_kept_or_registered(config: RunConfig, setting: Setting) -> Iterator[str]:
+    """Registered memory is NCCL's, and options about buffers need the buffers."""
+    ddp = config.ddp
+    if ddp.nccl_ub and (not setting.machine.has_cuda or config.dist.distributed_backend == "gloo"):
+        yield "--use-nccl-ub registers memory with NCCL, which needs CUDA; leave it out"
+    for name in ("disable_symmetric_registration", "fsdp_manual_registration"):
+        if getattr(ddp, name) and not ddp.nccl_ub:
+            yield f"{flag_of(f'ddp.{name}')} needs --use-nccl-ub"
+    has_slots = ddp.nccl_ub or ddp.fsdp_double_buffer or ddp.megatron_fsdp_max_pool_double_buffer
+    if ddp.fsdp_db_use_persist_buf_on_alloc_fail and not has_slots:
+        yield "--fsdp-db-use-persist-buf-on-alloc-fail needs --fsdp-double-buffer"
+    if "expandable_segments:true" in setting.machine.allocator_conf.replace(" ", "").lower() and ddp.nccl_ub:
+        yield "--use-nccl-ub needs memory segments that stay: take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"
 
 
 @rule

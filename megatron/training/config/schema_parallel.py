@@ -93,10 +93,22 @@ class DdpConfig:
     """Gather and reduce every module inside a unit by itself: less memory, more and smaller collectives."""
 
     fsdp_double_buffer: bool = False
-    """Gather units into two fixed buffers in turn. Not supported here yet."""
+    """Gather, and reduce, units that are alike in two fixed buffers in turn."""
+
+    megatron_fsdp_max_pool_double_buffer: bool = False
+    """As --fsdp-double-buffer, for units of all sizes, in buffers as large as the largest needs."""
+
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
+    """What does not fit the double buffer, as the embedding, keeps a buffer of its own."""
 
     nccl_ub: bool = False
-    """Register communication buffers with NCCL. Not supported here yet."""
+    """Register communication buffers with NCCL, after the first step; implies --fsdp-double-buffer."""
+
+    disable_symmetric_registration: bool = False
+    """With --use-nccl-ub, register locally, not as symmetric windows."""
+
+    fsdp_manual_registration: bool = False
+    """Register after the first step, as --use-nccl-ub does in any case."""
 
     fp8_param_gather: bool = False
     """Gather weights in fp8. Not supported here yet."""

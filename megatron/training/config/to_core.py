@@ -115,10 +115,14 @@ def to_ddp_config(config: RunConfig) -> Mapping[str, object]:
     ddp = config.ddp
     same = ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy", "num_distributed_optimizer_instances",
             "overlap_grad_reduce", "overlap_param_gather", "average_in_collective", "use_megatron_fsdp",
-            "suggested_communication_unit_size", "megatron_fsdp_enable_fine_grained_param_gather")  # fmt: skip
+            "suggested_communication_unit_size", "megatron_fsdp_enable_fine_grained_param_gather", "nccl_ub",
+            "fsdp_double_buffer", "megatron_fsdp_max_pool_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail",
+            "disable_symmetric_registration")  # fmt: skip
     return {
         **{name: getattr(ddp, name) for name in same},
         "use_distributed_optimizer": ddp.use_megatron_fsdp,
+        # As in Megatron-LM: the loop registers, once and after the first step, when nothing more is allocated.
+        "fsdp_manual_registration": ddp.fsdp_manual_registration or ddp.nccl_ub,
         "check_for_nan_in_grad": checks_for_nan(config),
         "megatron_fsdp_main_params_dtype": _DTYPES[ddp.megatron_fsdp_main_params_dtype],
         "megatron_fsdp_main_grads_dtype": _DTYPES[ddp.megatron_fsdp_main_grads_dtype],

@@ -66,6 +66,8 @@ def test_golden_flags_are_fine(machine: Machine) -> None:
     check(load_config(f"{GOLDEN} {TINY}".split()), 2, machine)
 
 
+BUFFERS = "buffers_are_there_to_be_kept_or_registered"
+
 CASES = [
     ("required_fields_are_given", "", "--num-layers is missing"),
     ("counts_are_in_range", "--num-layers 0", "--num-layers is 0; it should be at least 1"),
@@ -151,7 +153,7 @@ CASES = [
         "--sequence-parallel --tensor-model-parallel-size 2 --transformer-impl local",
         "needs norms of TransformerEngine",
     ),
-    ("not_here_yet", "--use-nccl-ub", "--use-nccl-ub is not supported here"),
+    ("not_here_yet", "--fp8-param-gather", "--fp8-param-gather is not supported here"),
     ("not_here_yet", "--no-use-mcore-models", "--no-use-mcore-models is not supported here"),
     ("megatron_fsdp_wraps_the_model", "", "--data-parallel-sharding-strategy no_shard"),
     ("fsdp_needs_its_checkpoint_format", "--save a --ckpt-format torch_dist", "Megatron-FSDP needs fsdp_dtensor"),
@@ -173,6 +175,10 @@ CASES = [
         "--init-model-with-meta-device --data-parallel-sharding-strategy no_shard",
         "does not go with",
     ),
+    (BUFFERS, "--use-nccl-ub", "--use-nccl-ub registers memory with NCCL, which needs CUDA"),
+    (BUFFERS, "--fsdp-manual-registration", "--fsdp-manual-registration needs --use-nccl-ub"),
+    (BUFFERS, "--disable-symmetric-registration", "--disable-symmetric-registration needs --use-nccl-ub"),
+    (BUFFERS, "--fsdp-db-use-persist-buf-on-alloc-fail", "on-alloc-fail needs --fsdp-double-buffer"),
     ("averages_have_one_meaning", "--ddp-average-in-collective --calculate-per-token-loss", "exclude each other"),
     ("kernels_have_their_packages", "--masked-softmax-fusion", "leave it out or pass --no-masked-softmax-fusion"),
     ("kernels_have_their_packages", "--rope-fusion", "--rope-fusion needs TransformerEngine and CUDA"),
@@ -200,6 +206,13 @@ def test_violations_on_a_gpu_machine() -> None:
     assert found_by("streams_may_overlap", "--use-megatron-fsdp", CUDA) == ""
     assert "gloo cannot train on CUDA" in found_by("backend_fits_the_machine", "--distributed-backend gloo", CUDA)
     assert "needs --transformer-impl local" in found_by("layers_know_the_option", "--attention-backend local", FULL)
+
+
+def test_registered_memory_has_segments_that_stay() -> None:
+    growing = dataclasses.replace(CUDA, allocator_conf="expandable_segments:True")
+    assert found_by(BUFFERS, "--use-nccl-ub", CUDA) == ""
+    assert "take expandable_segments out" in found_by(BUFFERS, "--use-nccl-ub", growing)
+    assert found_by(BUFFERS, "--fsdp-double-buffer", growing) == ""
 
 
 def test_every_rule_has_a_case_and_a_sentence() -> None:

@@ -69,6 +69,13 @@ def test_ddp() -> None:
     assert fields["megatron_fsdp_grad_comm_dtype"] is torch.bfloat16
 
 
+def test_buffers_are_registered_after_the_first_step() -> None:
+    fields = to_ddp_config(load_config(f"{RUN} --use-nccl-ub --disable-symmetric-registration".split()))
+    assert fields["nccl_ub"] and fields["fsdp_manual_registration"] and fields["disable_symmetric_registration"]
+    fields = to_ddp_config(load_config(f"{RUN} --fsdp-double-buffer".split()))
+    assert fields["fsdp_double_buffer"] and not fields["fsdp_manual_registration"]
+
+
 @pytest.mark.parametrize(
     ("argv", "is_checked"),
     [("", True), ("--no-check-for-nan-in-loss-and-grad", False), ("--fp16", False), ("--fp16 --loss-scale 8", True)],
