@@ -171,7 +171,8 @@ def make_engine(args, device):
             model, fsdp_unit_modules=units, zero_dp_strategy=args.strategy,
             mixed_precision_policy=MixedPrecisionPolicy(
                 main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=comm),
-            nccl_ub=args.nccl_ub, fsdp_double_buffer=args.double_buffer, sync_model_each_microbatch=args.accum == 1)
+            nccl_ub=args.nccl_ub, fsdp_double_buffer=args.double_buffer,
+            fsdp_db_use_persist_buf_on_alloc_fail=args.persist, sync_model_each_microbatch=args.accum == 1)
 
         @contextlib.contextmanager
         def micro_ours(last):
@@ -201,6 +202,7 @@ def main():
     ap.add_argument("--recompute", action="store_true")
     ap.add_argument("--nccl-ub", action="store_true")
     ap.add_argument("--double-buffer", action="store_true")
+    ap.add_argument("--persist", action="store_true", help="ours: what fits no double buffer keeps a buffer of its own")
     ap.add_argument("--steps", type=int, default=12)
     ap.add_argument("--warmup", type=int, default=4)
     ap.add_argument("--trace", default="")

@@ -9,9 +9,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import (
+    DistributedDataParallelConfig,
+    FSDPDistributedIndex,
+    MegatronFSDP,
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
 from megatron_fsdp.machine.allocator import PoisonPool, ResizePool
 
 VOCAB, WIDTH = 1300, 257
@@ -118,7 +127,46 @@ def resting_memory(strategy: int) -> dict[str, float]:
     return {"excess": (resting - baseline - held) / held, "peak_units": (peak - resting - grads) / unit}
 
 
-JOBS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (parity, low_precision, resting_memory)}
+def buffered(strategy: int, comm: str, options: dict[str, bool]) -> dict[str, Any]:
+    """Losses, what the allocator did from the third step on, and what was registered, of 8 steps with `options`."""
+    torch.manual_seed(0)
+    index = FSDPDistributedIndex(init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("dp",)), "dp")
+    config = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy, **options)
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=getattr(torch, comm))
+    units = [nn.Sequential, nn.Embedding]
+    ours = MegatronFSDP(model(2048, 8).bfloat16().cuda(), index, config, policy, fsdp_unit_modules=units)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(ours.parameters(), lr=0.1))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses, reserved = [], []
+    for step in range(8):
+        if step == 2:
+            torch.cuda.reset_peak_memory_stats()
+        batch = tuple(torch.randint(0, VOCAB, (64, 32), generator=generator).cuda() for _ in range(2))
+        loss = loss_of(ours, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+        reserved.append(torch.cuda.memory_reserved())
+        if step == 0 and options.get("fsdp_manual_registration"):
+            ours.param_and_grad_buffer.manual_buffer_registration()
+    pool = ours.param_and_grad_buffer._pool
+    memory = getattr(pool, "memory", None)
+    return {
+        "losses": losses,
+        "growth": max(reserved[2:]) - reserved[1],
+        "reserved_over_allocated": torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated(),
+        "overflows": getattr(pool, "overflows", None),
+        "regions": len(getattr(memory, "_pools", ())),
+        "registrations": getattr(memory, "registrations", 0),
+        "windows": getattr(memory, "windows", 0),
+        "nccl": list(torch.cuda.nccl.version()),
+    }
+
+
+JOBS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (parity, low_precision, resting_memory, buffered)}
 
 
 def main() -> None:
