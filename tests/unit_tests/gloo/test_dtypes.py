@@ -90,10 +90,10 @@ def job_many_microbatches(strategy: int, count: int, policy: DtypePolicy) -> tor
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_thousand_tiny_bf16_gradients_add_up_in_fp32(ranks2: RankPool, strategy: int) -> None:
+def test_hundreds_of_tiny_bf16_gradients_add_up_in_fp32(ranks2: RankPool, strategy: int) -> None:
     fp32 = DtypePolicy(main_grads=FP32, grad_comm=None)
-    for total in ranks2.run(job_many_microbatches, strategy, 1000, fp32):
-        assert torch.equal(total, torch.full((5,), 1000 * 2.0**-9))
+    for total in ranks2.run(job_many_microbatches, strategy, 300, fp32):
+        assert torch.equal(total, torch.full((5,), 300 * 2.0**-9))
 
 
 def test_the_same_sum_stalls_in_bf16(ranks2: RankPool) -> None:

@@ -52,29 +52,35 @@ def test_integers_are_exact_under_every_strategy_and_unit_list(rank_pools: dict[
             sharding=Sharding(strategy=strategy, units=units, is_poisoned=(strategy + number + microbatches) % 2 == 0),
         )
         for strategy, (number, units), microbatches in itertools.product(STRATEGIES, enumerate(UNIT_LISTS), (1, 3))
-        if ranks == 2 or (number + strategy) % 4 == microbatches
+        # On two ranks every strategy with every list of units, once: accumulation is the equivalence matrix's matter.
+        if (number + strategy) % 4 in ((microbatches, microbatches - 1) if ranks == 2 else (microbatches,))
     ]
     check(rank_pools[ranks], cases)
+
+
+def _strategies(number: int, ranks: int) -> tuple[int, ...]:
+    """Of a model: two on two ranks, the next model the other two; one on every other number of ranks."""
+    return (number % 2, number % 2 + 2) if ranks == 2 else ((number + ranks) % 4,)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_models_of_every_kind_follow_one_process(rank_pools: dict[int, RankPool], ranks: int) -> None:
     cases = []
     for (number, task), strategy in itertools.product(enumerate(MODELS), STRATEGIES):
-        if ranks == 2 or (number + ranks) % 4 == strategy:
+        if strategy in _strategies(number, ranks):
             units = (None, (TASKS[task].unit,), (TASKS[task].unit, torch.nn.Linear))[(number + strategy) % 3]
-            sharding = Sharding(strategy=strategy, units=units, is_poisoned=(number + strategy) % 2 == 0)
+            sharding = Sharding(strategy=strategy, units=units, is_poisoned=(number // 2 + strategy // 2) % 2 == 0)
             is_mean = ranks != 3 or not TASKS[task].is_exact  # a third is no binary number
             cases.append(Case(task=task, microbatches=1 + 2 * (number % 2), is_mean=is_mean, sharding=sharding))
     check(rank_pools[ranks], cases)
 
 
-@pytest.mark.parametrize("task", ["integers", "tied", "frozen_weights"])
+@pytest.mark.parametrize("task", ["tied", "frozen_weights"])
 def test_two_axes_follow_one_process(ranks4: RankPool, task: str) -> None:
     cases = [
         Case(
             task=task,
-            microbatches=3,
+            microbatches=2,
             sharding=Sharding(strategy=inner, outer=outer, units=(TASKS[task].unit,), is_poisoned=inner % 2 == 0),
         )
         for inner, outer in HYBRIDS

@@ -143,5 +143,5 @@ def test_a_job_may_not_leave_collectives_behind(ranks2):
 
 def test_a_pool_full_of_leftover_groups_is_replaced(ranks2):
     before = ranks2.run(pid)
-    ranks2.run(make_groups, 65)
+    ranks2.run(make_groups, rank_pool.MAX_LEFTOVER_GROUPS + 1)
     assert set(ranks2.run(pid)).isdisjoint(before)

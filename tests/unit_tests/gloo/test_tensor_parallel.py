@@ -34,7 +34,7 @@ from tests.unit_tests.harness.tensor_parallel import (
     whole,
 )
 
-STEPS, MICROBATCHES = 3, 2
+STEPS, MICROBATCHES = 2, 2
 
 
 @dataclasses.dataclass(frozen=True)

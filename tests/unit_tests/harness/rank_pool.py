@@ -10,6 +10,7 @@ Starting a rank imports torch once, in a fork server; after that each job is one
 """
 
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import os
@@ -22,8 +23,9 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from typing import Any
+from unittest import mock
 
 from tests.unit_tests.harness.rank_process import (
     CHECK_TIMEOUT_S,
@@ -52,12 +54,14 @@ PRELOADED_MODULES = [
     "tests.unit_tests.harness.parity",
 ]
 
+MCORE_MODULES = ["megatron.core.parallel_state"]
+
 START_TIMEOUT_S = 120.0
 #: Once one rank has failed its peers usually wait for it in a collective; this is how long they get to prove otherwise.
 PEER_GRACE_S = 2.0
 #: Every gloo group costs threads and sockets. Destroying a job's groups would break meshes held by DTensor's caches,
 #: so a pool with more leftovers than this is replaced instead.
-MAX_LEFTOVER_GROUPS = 64
+MAX_LEFTOVER_GROUPS = 128
 
 
 class RankError(RuntimeError):
@@ -144,8 +148,11 @@ class RankPool:
         self._rendezvous = tempfile.TemporaryDirectory(prefix="rank_pool_")
         store = os.path.join(self._rendezvous.name, "store")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED_MODULES)
-        with _start_environment():
+        server = _fork_server(self._setup is setup_mcore)
+        with (
+            _start_environment(),
+            mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process),
+        ):
             for rank in range(self.world_size):
                 ours, theirs = context.Pipe()
                 process = context.Process(
@@ -210,6 +217,14 @@ class RankPool:
         if self._rendezvous is not None:
             self._rendezvous.cleanup()
             self._rendezvous = None
+
+
+@functools.cache
+def _fork_server(has_mcore: bool) -> forkserver.ForkServer:
+    """Megatron-core takes two seconds to import, and ranks without it must not have it: it has a server of its own."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([*PRELOADED_MODULES, *(MCORE_MODULES if has_mcore else ())])
+    return server
 
 
 def setup_mcore() -> None:
