@@ -1,5 +1,6 @@
 """What one GPU rank runs; launched by torchrun, names its job on the command line, prints one JSON line on rank 0."""
 
+import gc
 import json
 import os
 import sys
@@ -129,6 +130,8 @@ def resting_memory(strategy: int) -> dict[str, float]:
 
 def buffered(strategy: int, comm: str, options: dict[str, bool]) -> dict[str, Any]:
     """Losses, what the allocator did from the third step on, and what was registered, of 8 steps with `options`."""
+    gc.collect()  # what the case before has left
+    torch.cuda.empty_cache()
     torch.manual_seed(0)
     index = FSDPDistributedIndex(init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("dp",)), "dp")
     config = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy, **options)

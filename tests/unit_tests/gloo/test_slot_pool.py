@@ -192,6 +192,11 @@ def test_units_that_are_recomputed_together_get_memory_elsewhere_and_say_so(rank
     assert len(warnings) == 1 and "finds its communication buffer taken by blocks." in warnings[0]
 
 
+def test_slots_that_nothing_needs_are_told(ranks2: RankPool) -> None:
+    first, second = (warnings for *_, warnings in ranks2.run(job_watched, "integers", ALIKE, 1))
+    assert len(first) == 1 and first[0].startswith("double buffers have no effect") and second == []
+
+
 def test_what_lasts_and_is_communicated_is_named_to_the_memory(ranks2: RankPool) -> None:
     lasting = {strategy: ranks2.run(job_watched, "integers", ALIKE, strategy)[0][1] for strategy in (1, 2, 3)}
     assert all(nbytes > 0 for nbytes in lasting[1].values()) and "blocks.0:0.main_grad" in lasting[1]

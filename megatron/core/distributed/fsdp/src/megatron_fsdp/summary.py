@@ -32,7 +32,7 @@ def build_summary(schedule: Schedule, config: EngineConfig, pool: StoragePool) -
     weights = root + sum(gathered[:1]) + _ahead_nbytes(config, groups, gathered[1:])
     staged = sorted((_staged_nbytes(unit) for unit in schedule.units), reverse=True)
     grads = sum(staged[: config.reductions_in_flight])
-    if config.reduction_numel is not None:
+    if config.reduction_numel is not None and not config.buffers.has_slots:
         grads = min(
             sum(staged), max(staged[0], _nbytes(config.reduction_numel, [group.facts.comm_dtype for group in groups]))
         )
@@ -73,7 +73,7 @@ def _ahead_nbytes(config: EngineConfig, groups: list[ParamGroup], gathered: list
     """The most that is gathered ahead of the unit that computes; `gathered` are the other units' bytes, falling."""
     if not config.overlap_param_gather:
         return 0
-    if config.prefetch_numel is None:
+    if config.prefetch_numel is None or config.buffers.has_slots:
         return sum(gathered[: config.prefetch_depth])
     return min(sum(gathered), _nbytes(config.prefetch_numel, [group.model_weight_buffer.dtype for group in groups]))
 

@@ -50,7 +50,7 @@ class OrdinaryMemory:
 
 
 class RegionMemory(OrdinaryMemory):
-    """CUDA memory in regions, each a pool of its own in torch's caching allocator.
+    """Memory of the current CUDA device in regions, each a pool of its own in torch's caching allocator.
 
     A region that is always asked for the same size on one stream has one block, which is never split, never given to
     anybody else and not returned to the device by `empty_cache()`.
@@ -64,7 +64,7 @@ class RegionMemory(OrdinaryMemory):
         """The pool of this name."""
         if name not in self._pools:
             self._pools[name] = self._new_pool()
-        return torch.cuda.use_mem_pool(self._pools[name], self._device)
+        return torch.cuda.use_mem_pool(self._pools[name])
 
     def _new_pool(self) -> torch.cuda.MemPool:
         return torch.cuda.MemPool()

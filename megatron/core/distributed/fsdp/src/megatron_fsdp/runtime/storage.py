@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import torch.distributed as dist
 
@@ -12,6 +14,8 @@ from megatron_fsdp.machine.user_buffers import Memory, OrdinaryMemory, RegionMem
 from megatron_fsdp.plan.slots import Footprint, PoolSlot, assign_slots
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Unit
+
+logger = logging.getLogger(__name__)
 
 
 def make_pool(
@@ -42,6 +46,11 @@ def prepare(pool: StoragePool, schedule: Schedule) -> None:
         return
     policy = schedule.config.buffers
     pool.arrange(plan_slots(schedule.units, policy))
+    if not pool.slots and not policy.is_registered and dist.get_rank() == 0:
+        logger.warning(
+            "double buffers have no effect: no unit's weights or gradients come and go. Use them with "
+            "zero_dp_strategy 2 or 3, and name the modules that are units."
+        )
     device = schedule.device
     with device.use(schedule.gather_stream):
         pool.fill([key for unit in schedule.units for key, _ in _weights(unit)], device.torch_device)
