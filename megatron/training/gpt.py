@@ -47,8 +47,15 @@ def model_provider(job: Job, core_config: TransformerConfig) -> GPTModel:
 def layer_spec(model: ModelConfig, transformer_impl: str) -> ModuleSpec:
     """Which modules a transformer layer consists of."""
     if transformer_impl == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
-    return get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm, normalization=model.normalization)
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=model.num_experts, moe_grouped_gemm=False, qk_layernorm=model.qk_layernorm
+        )
+    return get_gpt_layer_local_spec(
+        num_experts=model.num_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=model.qk_layernorm,
+        normalization=model.normalization,
+    )
 
 
 def forward_step(stream: Iterator, model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:

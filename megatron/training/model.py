@@ -6,12 +6,13 @@ import torch
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
 
+from megatron.training.config.schema_parallel import DistConfig
 from megatron.training.config.to_core import to_ddp_config, to_transformer_config
 from megatron.training.initialize import World
 from megatron.training.launch import Job
 from megatron.training.state import ModelProvider
 from megatron_fsdp.mcore import DistributedDataParallelConfig, FullyShardedDataParallel
-from megatron_fsdp.mcore.parallel_layout import modes_of, partition_dim
+from megatron_fsdp.mcore.parallel_layout import is_expert_parameter, modes_of, partition_dim
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ def build_model(job: Job, provider: ModelProvider, world: World) -> FullySharded
     module = provider(job, core_config)
     for param in module.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(param)
-    logger.info("%s parameters", f"{count_parameters(module, config.dist.tensor_model_parallel_size):,}")
+    logger.info("%s parameters", f"{count_parameters(module, config.dist):,}")
     if job.plan.padded_vocab_size != job.tokenizer.vocab_size:
         logger.info(
             "vocabulary of %d padded to %d rows (--padded-vocab-size, --make-vocab-size-divisible-by)",
@@ -42,9 +43,11 @@ def build_model(job: Job, provider: ModelProvider, world: World) -> FullySharded
     )
 
 
-def count_parameters(module: torch.nn.Module, tensor_parallel_size: int) -> int:
-    """Elements of all parameters of the model of which `module` is one tensor-parallel rank's part, tied ones once."""
+def count_parameters(module: torch.nn.Module, ranks: DistConfig) -> int:
+    """Elements of all parameters of the model of which `module` is one rank's part, tied ones once."""
     return sum(
-        param.numel() * (1 if partition_dim(param, mode) is None else tensor_parallel_size)
+        param.numel()
+        * (1 if partition_dim(param, mode) is None else ranks.tensor_model_parallel_size)
+        * (ranks.expert_model_parallel_size if is_expert_parameter(param) else 1)
         for param, mode in modes_of(module)
     )

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from megatron.training.agree import on_every_rank, on_first_rank
+from megatron.training.agree import any_rank, on_every_rank, on_first_rank
 from megatron.training.checkpoint.contents import Parts, rank_key, tensors
 from megatron.training.checkpoint.damage import changed_files, in_words, what_failed
-from megatron.training.checkpoint.match import Difference, Stored, compare
+from megatron.training.checkpoint.match import Difference, Stored, compare, of_all_ranks
 from megatron.training.checkpoint.nested import flattened, with_leaves
 from megatron.training.checkpoint.paths import damaged, folder_to_load
 from megatron.training.checkpoint.plain_data import PlainReader, read_arguments, read_metadata, read_value
@@ -167,16 +167,14 @@ def _stored_counts(folder: Path, saved: Metadata) -> dict[str, int]:
 def _check_names(run: Run, folder: Path, difference: Difference) -> None:
     """Raises on every rank if the checkpoint fits not on one: ranks may have different experts. **Collective.**"""
     is_strict = run.config.checkpoint.strict_fsdp_dtensor_load
-
-    def check() -> None:
-        if difference and (is_strict or difference.shapes):
-            raise ValueError(f"{folder} does not fit the run:\n{difference}")
-
-    on_every_rank(check, run.world.device)
-    if difference:
-        logger.warning(
-            "%s does not fit the run, which keeps its own values:\n%s", folder, difference, extra=ON_EVERY_RANK
-        )
+    if not any_rank(bool(difference), run.world.device):
+        return
+    differences: list[Difference] = [difference] * run.world.ranks.world_size
+    dist.all_gather_object(differences, difference)
+    difference = of_all_ranks(differences)
+    if is_strict or difference.shapes:
+        raise ValueError(f"{folder} does not fit the run:\n{difference}")
+    logger.warning("%s does not fit the run, which keeps its own values:\n%s", folder, difference, extra=ON_EVERY_RANK)
 
 
 def _read_leaves(folder: Path, saved: Metadata, names: Stored, leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,8 +201,9 @@ def _rng_source(run: Run, saved: Metadata) -> str:
             len(there),
             extra=ON_EVERY_RANK,
         )
-    rank, dist = run.world.ranks.rank, run.config.dist
-    choices = (rank_key(rank), rank_key(rank % (dist.tensor_model_parallel_size * dist.expert_model_parallel_size)))
+    rank, sizes = run.world.ranks.rank, run.config.dist
+    of_one_copy = sizes.tensor_model_parallel_size * sizes.expert_model_parallel_size
+    choices = (rank_key(rank), rank_key(rank % of_one_copy))
     return next((choice for choice in choices if choice in there), rank_key(0))
 
 

@@ -82,6 +82,15 @@ class Difference:
         return "\n".join(lines)
 
 
+def of_all_ranks(differences: Sequence[Difference]) -> Difference:
+    """What differs on any rank."""
+    names = {field: sorted({name for each in differences for name in getattr(each, field)}) for field in _FIELDS}
+    return Difference(**{field: tuple(found) for field, found in names.items()})
+
+
+_FIELDS = ("missing", "unexpected", "shapes")
+
+
 def _by_parameter(names: Sequence[str]) -> list[str]:
     """`names` with one entry for all of a parameter's optimizer state, and none if the parameter is named itself."""
     shown: dict[str, None] = {}

@@ -71,6 +71,11 @@ def ffn_hidden_size(model: ModelConfig) -> int:
     return int(4 * model.hidden_size * 2 / 3) // 64 * 64 if model.swiglu else 4 * model.hidden_size
 
 
+def moe_ffn_hidden_size(model: ModelConfig) -> int:
+    """Width of one expert."""
+    return model.moe_ffn_hidden_size or ffn_hidden_size(model)
+
+
 def kv_channels(model: ModelConfig) -> int:
     """Width of one attention head."""
     return model.kv_channels or model.hidden_size // model.num_attention_heads
@@ -104,7 +109,8 @@ def flops_per_token(config: RunConfig, padded_vocab_size: int) -> int:
     queries = kv_channels(model) * model.num_attention_heads
     keys_and_values = 2 * kv_channels(model) * query_groups(model)
     attention = width * (queries + keys_and_values) + queries * length + queries * width
-    mlp = width * ffn_hidden_size(model) * (3 if model.swiglu else 2)
+    busy = ffn_hidden_size(model) if model.num_experts is None else moe_ffn_hidden_size(model) * model.moe_router_topk
+    mlp = width * (busy * (3 if model.swiglu else 2) + (model.num_experts or 0))  # and the router's logits
     return 6 * (model.num_layers * (attention + mlp) + width * padded_vocab_size)
 
 

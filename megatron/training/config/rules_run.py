@@ -16,13 +16,15 @@ POSITIVE = (*REQUIRED[:5], "model.ffn_hidden_size", "model.kv_channels", "model.
             "logger.tensorboard_log_interval", "data.num_dataset_builder_threads",
             "tokenizer.make_vocab_size_divisible_by", "tokenizer.vocab_size", "tokenizer.padded_vocab_size",
             "recompute.recompute_num_layers", "dist.distributed_timeout_minutes",
-            "dist.tensor_model_parallel_size", "scheduler.lr_decay_iters",
+            "dist.tensor_model_parallel_size", "dist.expert_model_parallel_size", "model.num_experts",
+            "model.moe_ffn_hidden_size", "model.moe_router_topk", "scheduler.lr_decay_iters",
             "scheduler.lr_decay_samples", "scheduler.lr_wsd_decay_iters",
             "scheduler.lr_wsd_decay_samples")  # fmt: skip
 
 NOT_NEGATIVE = ("validation.eval_iters", "data.num_workers", "optimizer.lr", "optimizer.min_lr",
                 "optimizer.weight_decay", "optimizer.clip_grad", "scheduler.lr_warmup_iters",
-                "scheduler.lr_warmup_samples", "scheduler.lr_warmup_init", "train.manual_gc_interval")  # fmt: skip
+                "scheduler.lr_warmup_samples", "scheduler.lr_warmup_init", "train.manual_gc_interval",
+                "model.moe_aux_loss_coeff")  # fmt: skip
 
 TOKENIZER_FILES = {
     "NullTokenizer": ("vocab_size",),

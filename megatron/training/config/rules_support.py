@@ -8,11 +8,12 @@ from megatron.training.config.rule_book import Setting, flag_of, rule, value_of
 from megatron.training.config.schema import RunConfig
 
 NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
-    "dist.pipeline_model_parallel_size": ((1,), "only data and tensor parallelism are supported"),
-    "dist.context_parallel_size": ((1,), "only data and tensor parallelism are supported"),
-    "dist.expert_model_parallel_size": ((1,), "only data and tensor parallelism are supported"),
+    "dist.pipeline_model_parallel_size": ((1,), "only data, tensor and expert parallelism are supported"),
+    "dist.context_parallel_size": ((1,), "only data, tensor and expert parallelism are supported"),
     "dist.use_torch_fsdp2": ((False,), "use --use-megatron-fsdp"),
-    "model.num_experts": ((None,), "only dense models are supported"),
+    "model.moe_router_load_balancing_type": (("aux_loss", "none"), "use aux_loss or none"),
+    "model.moe_token_dispatcher_type": (("allgather", "alltoall"), "use allgather or alltoall"),
+    "model.moe_grouped_gemm": ((False,), "leave it out; experts are multiplied one by one"),
     "model.use_mcore_models": ((True,), "megatron-core's models are the only ones"),
     "model.position_embedding_type": (("learned_absolute", "rope", "none"), "use rope, learned_absolute or none"),
     "model.transformer_impl": ((None, "local", "transformer_engine"), "use transformer_engine or local"),
@@ -58,6 +59,30 @@ def tensor_parallel_ranks_share_evenly(config: RunConfig, setting: Setting) -> I
     for name, number in parts.items():
         if number and number % ranks:
             yield f"--tensor-model-parallel-size {ranks} does not divide {name}"
+
+
+@rule
+def experts_are_shared_out(config: RunConfig, setting: Setting) -> Iterator[str]:
+    """Expert-parallel ranks, some of the data-parallel ones, have equally many experts, which have no biases."""
+    model, dist = config.model, config.dist
+    ranks, instances = dist.expert_model_parallel_size, config.ddp.num_distributed_optimizer_instances
+    if model.num_experts is None:
+        if ranks > 1:
+            yield "--expert-model-parallel-size needs --num-experts"
+        return
+    if ranks > 1 and setting.data_parallel_size % (ranks * instances):
+        each = f" of each of the {instances} instances" if instances > 1 else ""
+        yield f"--expert-model-parallel-size {ranks} does not divide the data-parallel ranks{each}"
+    if ranks > 0 and model.num_experts % ranks:
+        yield f"--expert-model-parallel-size {ranks} does not divide --num-experts {model.num_experts}"
+    if model.moe_router_topk > model.num_experts:
+        yield f"--moe-router-topk {model.moe_router_topk} is more than --num-experts {model.num_experts}"
+    if model.moe_router_topk == 1 and not model.moe_router_pre_softmax:
+        yield "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax over one expert is 1"
+    if model.add_bias_linear:
+        yield "--num-experts needs --disable-bias-linear: experts have no biases"
+    if dist.tensor_model_parallel_size > 1:
+        yield "--num-experts does not go with --tensor-model-parallel-size above 1 here; use expert-parallel ranks"
 
 
 @rule

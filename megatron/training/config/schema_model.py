@@ -151,7 +151,30 @@ class ModelConfig:
     """Whose fused cross-entropy; te needs TransformerEngine."""
 
     num_experts: int | None = None
-    """Number of experts per mixture-of-experts layer. Not supported here yet."""
+    """Experts of every layer, all ranks together; default: the layers have one MLP each."""
+
+    moe_ffn_hidden_size: int | None = None
+    """Width of each expert; default --ffn-hidden-size."""
+
+    moe_router_topk: int = 2
+    """Experts that each token goes to."""
+
+    moe_router_pre_softmax: bool = False
+    """Take the softmax over all experts, before the best are chosen, not over these; needed for --moe-router-topk 1."""
+
+    moe_router_load_balancing_type: Literal[
+        "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"
+    ] = "aux_loss"
+    """What keeps experts equally busy. Here: aux_loss or none."""
+
+    moe_aux_loss_coeff: float = 0.0
+    """Weight of the loss that keeps experts equally busy."""
+
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"
+    """How tokens reach experts of other ranks. Here: allgather or alltoall."""
+
+    moe_grouped_gemm: bool = False
+    """Multiply by the weights of all experts at once. Not supported here yet."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ class DistConfig:
     """Ranks that split each sequence. Only 1 here yet."""
 
     expert_model_parallel_size: int = 1
-    """Ranks that split the experts. Only 1 here yet."""
+    """Data-parallel ranks that split the experts of --num-experts among themselves."""
 
     sequence_parallel: bool = False
     """Split activations between layers over tensor-parallel ranks; needs TransformerEngine or Apex."""

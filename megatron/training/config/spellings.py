@@ -127,6 +127,8 @@ DEVIATIONS: dict[str, str] = {
     "model.bias_dropout_fusion": _AUTO,
     "model.gradient_accumulation_fusion": "off unless asked for: the sharding engine accumulates gradients itself",
     "model.use_mcore_models": "on: megatron-core's models are the only ones (there the flag has no effect)",
+    "model.moe_router_load_balancing_type": "one kind, not a list of several",
+    "model.moe_aux_loss_coeff": "one number, not a list of several",
     "tokenizer.tokenizer_type": "only tokenizers of text that need no download; ByteLevelTokenizer is new",
     "optimizer.optimizer": "only adam and sgd",
     "ddp.use_distributed_optimizer": "follows --use-megatron-fsdp, as Megatron-LM sets it later",

@@ -9,7 +9,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron.training.config.kernels import Machine, choose_kernels
-from megatron.training.config.plan import checks_for_nan, ffn_hidden_size, kv_channels, query_groups
+from megatron.training.config.plan import (
+    checks_for_nan,
+    ffn_hidden_size,
+    kv_channels,
+    moe_ffn_hidden_size,
+    query_groups,
+)
 from megatron.training.config.schema import PrecisionConfig, RunConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "auto": None}
@@ -19,6 +25,8 @@ _SAME_NAME = (
     "layernorm_zero_centered_gamma", "qk_layernorm", "add_bias_linear", "add_qkv_bias", "normalization",
     "rotary_interleaved", "init_method_std", "apply_query_key_layer_scaling", "attention_softmax_in_fp32",
     "cross_entropy_fusion_impl", "calculate_per_token_loss", "init_model_with_meta_device",
+    "moe_router_topk", "moe_router_pre_softmax", "moe_router_load_balancing_type", "moe_aux_loss_coeff",
+    "moe_token_dispatcher_type",
 )  # fmt: skip
 """Fields of `ModelConfig` that megatron-core has under the same name and with the same meaning."""
 
@@ -53,6 +61,17 @@ def _initialization(config: RunConfig) -> dict[str, object]:
     return {"init_method": xavier, "output_layer_init_method": xavier}
 
 
+def _experts(config: RunConfig) -> dict[str, object]:
+    if config.model.num_experts is None:
+        return {}
+    return {
+        "num_moe_experts": config.model.num_experts,
+        "moe_ffn_hidden_size": moe_ffn_hidden_size(config.model),
+        "expert_model_parallel_size": config.dist.expert_model_parallel_size,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
 def to_transformer_config(config: RunConfig, machine: Machine | None = None) -> TransformerConfig:
     """megatron-core's model configuration for a checked `config` on `machine` (default: this one)."""
     model, precision, recompute = config.model, config.precision, config.recompute
@@ -64,6 +83,7 @@ def to_transformer_config(config: RunConfig, machine: Machine | None = None) -> 
         **{name: getattr(kernels, name) for name in _FROM_KERNELS},
         **_activation(config, machine),
         **_initialization(config),
+        **_experts(config),
         tensor_model_parallel_size=config.dist.tensor_model_parallel_size,
         sequence_parallel=config.dist.sequence_parallel,
         ffn_hidden_size=ffn_hidden_size(model),
