@@ -89,11 +89,15 @@ def test_regions_without_registration_are_torchs_own() -> None:
         assert backends == {} and memory._pools == {"one": ("pool",)}
 
 
-def job_model(options: dict) -> list[Any]:
+def job_model(options: dict, strategy: int = 3) -> list[Any]:
     """Registrations after build and, by hand, after a step; what a second one says."""
-    config = DistributedDataParallelConfig(data_parallel_sharding_strategy=3, **options)
+    config = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy, **options)
     index = FSDPDistributedIndex(flat_mesh(), "dp")
-    with nccl((2, 27, 5)), mock.patch("megatron_fsdp.arguments._check_device", lambda *_: None):
+    with (
+        nccl((2, 27, 5)),
+        mock.patch("megatron_fsdp.arguments._check_device", lambda *_: None),
+        mock.patch(f"{MODULE}._LEAST_LASTING_NBYTES", 1),
+    ):
         model = MegatronFSDP(SixBlocks(), index, config, fsdp_unit_modules=[nn.Linear])
         memory = model.param_and_grad_buffer._pool.memory
         found: list[Any] = [memory.registrations]
@@ -111,14 +115,24 @@ def job_model(options: dict) -> list[Any]:
 
 #: Two slots for weights, two for gradients, one communicator.
 SLOTS = ["gradients 0.0", "gradients 1.0", "weights 0.0", "weights 1.0"]
+#: What gathers read where main weights have the weights' dtype.
+SHARDS = [f"lasting blocks.{number}:0.0" for number in range(6)]
 
 
 def test_buffers_are_registered_at_build(ranks2: RankPool) -> None:
     by_hand = "manual_buffer_registration() needs nccl_ub=True and fsdp_manual_registration=True."
-    assert ranks2.run(job_model, {"nccl_ub": True}) == [[4, by_hand, by_hand, SLOTS]] * 2
+    assert ranks2.run(job_model, {"nccl_ub": True}) == [[10, by_hand, by_hand, sorted(SLOTS + SHARDS)]] * 2
+
+
+@pytest.mark.parametrize(("strategy", "kinds"), [(0, {"main_grad"}), (1, {"0", "main_grad"}), (2, {"0"})])
+def test_what_lasts_and_is_communicated_is_registered_too(ranks2: RankPool, strategy: int, kinds: set[str]) -> None:
+    for registrations, *_, regions in ranks2.run(job_model, {"nccl_ub": True}, strategy):
+        lasting = [region for region in regions if region.startswith("lasting")]
+        assert {region.rpartition(".")[2] for region in lasting} == kinds
+        assert len(lasting) == 6 * len(kinds) and registrations == len(regions)
 
 
 def test_buffers_are_registered_by_hand_once(ranks2: RankPool) -> None:
     for before, after, again, regions in ranks2.run(job_model, {"nccl_ub": True, "fsdp_manual_registration": True}):
-        assert (before, after, regions) == (0, 4, SLOTS)
+        assert (before, after, regions) == (0, 10, sorted(SLOTS + SHARDS))
         assert "are registered already" in again

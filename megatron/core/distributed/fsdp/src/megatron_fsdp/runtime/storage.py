@@ -55,8 +55,18 @@ def prepare(pool: StoragePool, schedule: Schedule) -> None:
     with device.use(schedule.gather_stream):
         pool.fill([key for unit in schedule.units for key, _ in _weights(unit)], device.torch_device)
     pool.fill([key for unit in schedule.units for key, _ in _grads(unit)], device.torch_device)
+    if policy.is_registered:
+        _fill_lasting(schedule.units)
     if policy.is_registered and not policy.registers_late:
         pool.register()
+
+
+def _fill_lasting(units: list[Unit]) -> None:
+    """Has memory for gradients that are reduced where they accumulate, so that it can be registered with the rest."""
+    for group in (group for unit in units for group in unit.groups):
+        if group.main_grad is not None and group.plan.defers_reduction:
+            group.main_grad.allocate()
+            group.main_grad.buffer.free()
 
 
 def plan_slots(units: list[Unit], policy: BufferPolicy) -> dict[str, PoolSlot]:
