@@ -20,6 +20,8 @@ from megatron.training.config import (
     plan_run,
     read_config,
 )
+from megatron.training.config.flags import all_flags
+from megatron.training.config.rule_book import value_of
 from megatron.training.files import missing_files
 from megatron.training.ranks import Ranks
 from megatron.training.tokenizer import Tokenizer, TokenizerRequest, build_tokenizer
@@ -67,6 +69,8 @@ def prepare_reading(reading: Reading, world_size: int) -> Job:
     config, problems = reading.config, list(reading.problems)
     if reading.is_guess:
         raise ConfigError(problems)
+    if config.checkpoint.use_checkpoint_args and config.checkpoint.load is not None:
+        config = importlib.import_module("megatron.training.checkpoint.adopt").with_saved_arguments(config)
     try:
         check(config, world_size)
     except ConfigError as error:
@@ -97,7 +101,8 @@ def launch(task: str, argv: Sequence[str] | None = None) -> int:
 
 def _launch(task: str, argv: list[str] | None, ranks: Ranks) -> int:
     try:
-        job = prepare_reading(read_config(argv), ranks.world_size)
+        reading = read_config(argv)
+        job = prepare_reading(reading, ranks.world_size)
     except ConfigError as error:
         # Every rank finds the same problems.
         if ranks.is_first:
@@ -105,6 +110,8 @@ def _launch(task: str, argv: list[str] | None, ranks: Ranks) -> int:
         return EXIT_BAD_CONFIGURATION
     configure_logging(job.config.logger.logging_level, ranks)
     ignore_expected_warnings()
+    if adopted := differing_flags(reading.config, job.config):
+        logger.info("taken from the checkpoint: %s", adopted)
     pretrain = importlib.import_module("megatron.training.pretrain").pretrain
     try:
         pretrain(job, importlib.import_module(task).TASK, ranks)
@@ -116,6 +123,19 @@ def _launch(task: str, argv: list[str] | None, ranks: Ranks) -> int:
             logger.error("%s", str(error).splitlines()[0])
         return EXIT_FAILED
     return 0
+
+
+def differing_flags(one: RunConfig, other: RunConfig) -> str:
+    """The flags of `other` that `one` has otherwise."""
+    flags = (
+        (flag, value_of(other, path))
+        for path, flag in all_flags().items()
+        if value_of(one, path) != value_of(other, path)
+    )
+    return " ".join(
+        f"{flag.on[0]} {value}" if flag.base is not bool else (flag.on if value else flag.off)[0]
+        for flag, value in flags
+    )
 
 
 def ignore_expected_warnings() -> None:

@@ -100,6 +100,20 @@ def folder_to_load(root: Path, step: int | None) -> Path | None:
     return folder
 
 
+def check_format(root: Path, step: int | None) -> None:
+    """Raises ValueError if the checkpoint to load is of another of Megatron-LM's formats."""
+    wanted = read_tracker(root) if step is None else step
+    if wanted is None:
+        return
+    folder = _folder_of(root, wanted)
+    kind = "torch_dist" if (folder / "metadata.json").exists() else "torch" if list(folder.glob("mp_rank_0*")) else None
+    if kind is not None:
+        raise ValueError(
+            f"{folder} has the format {kind}, and only fsdp_dtensor can be read; convert it with Megatron-LM's "
+            "tools/checkpoint/checkpoint_inspector.py, convert-torch-dist-to-fsdp-dtensor"
+        )
+
+
 def _folder_of(root: Path, wanted: int | str) -> Path:
     """Where it lies: under its name, or beside it if a run was killed in the moment of replacing it."""
     folder = root / RELEASE if wanted == RELEASE else iteration_folder(root, wanted)

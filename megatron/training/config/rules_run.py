@@ -262,10 +262,23 @@ def checkpoint_flags_have_their_directory(config: RunConfig, setting: Setting) -
     """Flags of saving need --save, flags of loading --load."""
     for needed, paths in (
         ("save", ("save_interval", "save_retain_interval", "save_optim", "save_rng")),
-        ("load", ("ckpt_step", "load_optim", "load_rng", "finetune", "exit_on_missing_checkpoint", "verify_checksums")),
+        (
+            "load",
+            (
+                "ckpt_step",
+                "load_optim",
+                "load_rng",
+                "finetune",
+                "exit_on_missing_checkpoint",
+                "verify_checksums",
+                "use_checkpoint_args",
+            ),
+        ),
     ):
         if getattr(config.checkpoint, needed) is not None:
             continue
+        if needed == "load" and config.checkpoint.pretrained_checkpoint is not None:
+            paths = tuple(name for name in paths if name != "verify_checksums")
         for name in paths:
             flag = all_flags()[f"checkpoint.{name}"]
             if getattr(config.checkpoint, name) != flag.default:

@@ -224,7 +224,23 @@ class CheckpointConfig:
     """Read all files once before loading, to compare them with the checksums that were saved; sizes always are."""
 
     strict_fsdp_dtensor_load: bool = True
-    """Fail if the checkpoint lacks a value, instead of keeping the model's own."""
+    """Fail if the checkpoint lacks a value, instead of keeping the run's own."""
+
+    dist_ckpt_strictness: Literal[
+        "assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all", "return_unexpected",
+        "return_all", "ignore_all",
+    ] = "assume_ok_unexpected"  # fmt: skip
+    """With --no-strict-fsdp-dtensor-load: log_* and return_* keep also weights that the checkpoint lacks, with a
+    warning, ignore_all without; raise_all refuses also what is in it in vain."""
+
+    pretrained_checkpoint: Path | None = None
+    """Directory to read weights from, as --finetune does, while --load has no checkpoint."""
+
+    use_checkpoint_args: bool = False
+    """Take the model, the sequence length and the tokenizer from the checkpoint, whatever other flags say."""
+
+    auto_detect_ckpt_format: bool = False
+    """Changes nothing: the format is always looked at, and fsdp_dtensor is the only one that is read."""
 
     async_save: bool = False
     """Write in the background. Not supported here yet."""

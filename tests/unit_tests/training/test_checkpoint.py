@@ -121,8 +121,13 @@ def test_a_checkpoint_of_another_model(mcore_ranks1, saved):
     fits_not(r"(?s)missing \(\d+\):.*decoder.layers.2.mlp.linear_fc1.bias", run_all, load + "--num-layers 3")
     fits_not(r"(?s)unexpected \(\d+\):.*decoder.layers.1.mlp.linear_fc1.bias", run_all, load + "--num-layers 1")
     fits_not("the schedule is not the checkpoint's: .*--override-opt-param-scheduler", run_all, load + "--lr 0.5")
+    lenient = load + "--no-strict-fsdp-dtensor-load --num-layers "
+    fits_not(r"(?s)missing.*layers.2.*\n--dist-ckpt-strictness log_all would", run_all, lenient + "3")
+    fits_not(r"(?s)unexpected.*layers.1", run_all, lenient + "1 --dist-ckpt-strictness raise_all")
     partial, override = mcore_ranks1.run(
-        run_all, load + "--num-layers 3 --no-strict-fsdp-dtensor-load", load + "--lr 0.5 --override-opt-param-scheduler"
+        run_all,
+        load + "--num-layers 3 --no-strict-fsdp-dtensor-load --dist-ckpt-strictness log_all",
+        load + "--lr 0.5 --override-opt-param-scheduler",
     )[0]
     assert partial.state["iteration"] == override.state["iteration"] == 3
 

@@ -8,6 +8,7 @@ import torch
 from megatron.training.checkpoint.entries import open_source
 from megatron.training.checkpoint.forms import to_megatron_lm, to_plain
 from megatron.training.checkpoint.write_entries import write_folder
+from megatron.training.launch import RunError
 from tests.unit_tests.training.runs import Outcome, train
 
 RUN = "--train-iters 3 --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 "
@@ -114,3 +115,44 @@ def test_another_padding_keeps_the_rows_of_every_id(mcore_ranks1, mcore_ranks2, 
 def test_a_checkpoint_lacks_ids_of_the_tokenizer(mcore_ranks1, saved):
     message = r"word_embeddings.weight: \(128, 32\) in the checkpoint, \(256, 32\) in the run"
     mcore_ranks1.run_expecting(ValueError, message, run_all, f"--load {saved[1]} --vocab-size 200")
+
+
+def test_the_model_of_the_checkpoint_is_taken(mcore_ranks1, saved):
+    from megatron.training.config import ConfigError, load_config
+    from megatron.training.launch import differing_flags, prepare
+    from tests.unit_tests.training.runs import TINY
+
+    whole, folder = saved
+    other = f"--load {folder} --num-layers 3 --hidden-size 64 --vocab-size 99 --no-swiglu --bias-linear "
+    (resumed,) = mcore_ranks1.run(run_all, other + "--use-checkpoint-args")[0]
+    assert resumed.losses == whole.losses[2:]
+    config = load_config((TINY + RUN + other + "--use-checkpoint-args").split())
+    said = differing_flags(config, prepare(config, 1).config)
+    assert "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 " in said and " --no-bias-linear " in said
+    (folder.parent / "empty").mkdir(exist_ok=True)
+    (folder.parent / "empty" / "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(ConfigError, match="--use-checkpoint-args: .*iter_0000007 does not exist"):
+        prepare(load_config((TINY + RUN + f"--load {folder.parent / 'empty'} --use-checkpoint-args").split()), 1)
+
+
+def test_weights_to_begin_with(mcore_ranks1, saved, tmp_path):
+    _, folder = saved
+    begin = f"--pretrained-checkpoint {folder} "
+    tuned, begun, resumed, alone = mcore_ranks1.run(
+        run_all,
+        f"--load {folder} --finetune",
+        begin + f"--load {tmp_path} --save {tmp_path} --save-interval 2 --exit-interval 2",
+        begin + f"--load {tmp_path}",
+        begin + "--exit-interval 1",
+    )[0]
+    assert begun.losses == tuned.losses[:2] and resumed.losses == tuned.losses[2:] and alone.losses == tuned.losses[:1]
+    mcore_ranks1.run_expecting(
+        RunError, "--pretrained-checkpoint .* has no checkpoint", run_all, f"--pretrained-checkpoint {tmp_path / 'no'}"
+    )
+
+
+def test_another_format_is_named(mcore_ranks1, tmp_path):
+    (tmp_path / "iter_0000004").mkdir()
+    (tmp_path / "iter_0000004" / "metadata.json").touch()
+    message = "has the format torch_dist, and only fsdp_dtensor can be read; convert it"
+    mcore_ranks1.run_expecting(RunError, message, run_all, f"--load {tmp_path} --ckpt-step 4 --auto-detect-ckpt-format")
