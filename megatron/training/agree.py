@@ -15,9 +15,14 @@ class AgreedError(RuntimeError):
 
 def any_rank(is_true: bool, device: torch.device) -> bool:
     """Whether `is_true` on any rank. **Collective.**"""
-    flag = torch.tensor([is_true], dtype=torch.int32, device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())
+    return bool(largest(int(is_true), device))
+
+
+def largest(value: int, device: torch.device) -> int:
+    """The largest `value` of all ranks. **Collective.**"""
+    shared = torch.tensor([value], dtype=torch.int32, device=device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    return int(shared.item())
 
 
 def reason(error: OSError | ValueError) -> str:

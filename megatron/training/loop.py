@@ -4,7 +4,7 @@ A new feature is a callback or a function call here, never a branch.
 """
 
 from megatron.training.callbacks import Callback
-from megatron.training.checkpoint.save import Saver
+from megatron.training.checkpoint.save import Saver, saving
 from megatron.training.evaluate import validate
 from megatron.training.state import Run, is_due
 from megatron.training.step import train_step
@@ -13,13 +13,19 @@ from megatron.training.stopping import Stopper
 
 def train(run: Run, callbacks: Callback, stopper: Stopper) -> str | None:
     """Trains to the last iteration; gives back why it stopped earlier, if it did. **Collective.**"""
+    with saving(run) as saver:
+        return _train(run, callbacks, stopper, saver)
+
+
+def _train(run: Run, callbacks: Callback, stopper: Stopper, saver: Saver) -> str | None:
     config, saved_at = run.config, run.state.iteration
-    saver, reason = Saver(run), None
+    reason = None
     while run.state.iteration < run.plan.train_iters and reason is None:
         callbacks.before_step(run)
         result = train_step(run)
         run.state.advance(run.plan, is_skipped=result.is_skipped)
         callbacks.after_step(run, result)
+        saver.poll()
         if is_due(config.validation.eval_interval, run):
             report_validation(run, callbacks)
         reason = stopper.reason(run)

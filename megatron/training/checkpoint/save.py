@@ -1,9 +1,11 @@
-"""Writing a checkpoint, so that it is seen whole or not at all."""
+"""Writing checkpoints, so that each is seen whole or not at all; in the background if the run wants that."""
 
+import contextlib
 import logging
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,7 +13,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron.training.agree import AgreedError, on_first_rank, reason
+from megatron.training.agree import AgreedError, largest, on_every_rank, on_first_rank, reason
+from megatron.training.checkpoint.background import BackgroundFilesWriter, Progress, WriterProcess
 from megatron.training.checkpoint.contents import Parts, contents
 from megatron.training.checkpoint.disk import Disk
 from megatron.training.checkpoint.files import FilesWriter, Written, described
@@ -32,49 +35,105 @@ class SaveError(RunError):
     is_on_every_rank = True
 
 
-class Saver:
-    """Writes the checkpoints of a run to `--save`."""
+@dataclass(frozen=True, kw_only=True)
+class InFlight:
+    """A checkpoint that has been begun and is not published."""
 
-    def __init__(self, run: Run, disk: Disk | None = None) -> None:
+    iteration: int
+    writer: FilesWriter
+    started_s: float
+
+
+class Saver:
+    """Writes the checkpoints of a run to `--save`, one at a time."""
+
+    def __init__(self, run: Run) -> None:
         self._run = run
         self._checkpoint = run.config.checkpoint
-        self._disk = disk or Disk()
-        self._partial: Partial | None = None  # On rank 0 while a checkpoint is being written.
+        self._disk = Disk()
+        self._in_flight: InFlight | None = None
+        self._partial: Partial | None = None  # Its folder, on rank 0.
+        is_asynchronous = self._checkpoint.async_save and self._checkpoint.save is not None
+        self._process = WriterProcess() if is_asynchronous else None
 
     def save(self) -> None:
-        """Writes the run as it is, if `--save` is given. **Collective.**
+        """Writes the run as it is, if `--save` is given; with `--async-save` only begins to. **Collective.**
 
         Raises:
-            SaveError: on every rank, if one could not write.
+            SaveError: on every rank, if one could not write this or the checkpoint before.
         """
         if self._checkpoint.save is None:
             return
         started_s, iteration = time.perf_counter(), self._run.state.iteration
-        try:
-            folder = self._write()
-        except (AgreedError, CheckpointException) as error:
-            if self._partial is not None:
-                discard(self._disk, self._partial)
-            raise SaveError(f"iteration {iteration} cannot be saved: {_why(error)}") from error
-        finally:
-            if self._partial is not None:
-                self._partial.release()
-                self._partial = None
-        logger.info("saved iteration %d to %s in %.1f s", iteration, folder, time.perf_counter() - started_s)
+        self.finish()
+        waited_s = time.perf_counter() - started_s
+        with self._told(iteration):
+            writer = self._begin()
+        self._in_flight = InFlight(iteration=iteration, writer=writer, started_s=started_s)
+        if self._process is None:
+            self.finish()
+            return
+        logger.info(
+            "saving iteration %d in the background; training stood still for %.3f s (%.3f s for the save before)",
+            iteration,
+            time.perf_counter() - started_s,
+            waited_s,
+        )
 
-    def _write(self) -> Path:
-        checkpoint = self._checkpoint
-        parts = Parts(progress=True, optimizer=checkpoint.save_optim, rng=checkpoint.save_rng)
-        writer = FilesWriter(self._on_first_rank(self._begin), self._disk)
-        # Returns on every rank when all have written, and raises on every rank if one has not.
+    def poll(self) -> None:
+        """Publishes what was written in the background, once all ranks have; call it after each step. **Collective.**
+
+        Communicates only while something is being written. Raises SaveError on every rank if one could not write.
+        """
+        if self._process is None or self._in_flight is None:
+            return
+        if largest(self._process.progress(), self._run.world.device) != Progress.WRITING:
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for what is being written and publishes it; nothing to do if nothing is. **Collective.**
+
+        Raises:
+            SaveError: on every rank, if one could not write.
+        """
+        if self._in_flight is None:
+            return
+        saved, self._in_flight = self._in_flight, None
+        with self._told(saved.iteration):
+            folder = self._publish_written(saved.writer)
+        duration_s = time.perf_counter() - saved.started_s
+        logger.info("saved iteration %d to %s in %.1f s", saved.iteration, folder, duration_s)
+
+    def close(self) -> None:
+        """Gives up what is being written."""
+        self._in_flight = None
+        self._release()
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def _begin(self) -> FilesWriter:
+        folder = self._on_first_rank(self._make_folder)
+        if self._process is None:
+            writer = FilesWriter(folder, self._disk)
+        else:
+            writer = BackgroundFilesWriter(folder, self._process)
+        parts = Parts(progress=True, optimizer=self._checkpoint.save_optim, rng=self._checkpoint.save_rng)
+        # Raises on every rank if one could not plan, copy or write.
         dcp.save(contents(self._run, parts), storage_writer=writer)
-        written: list[Written | None] = [None] * dist.get_world_size()
-        dist.gather_object(writer.written, written if self._run.world.is_first else None)
-        return self._on_first_rank(lambda: self._publish(writer, written))
+        return writer
 
-    def _begin(self) -> Path:
+    def _make_folder(self) -> Path:
         self._partial = begin(self._disk, self._checkpoint.save, self._run.state.iteration)
         return self._partial.folder
+
+    def _publish_written(self, writer: FilesWriter) -> Path:
+        mine = writer.written if self._process is None else on_every_rank(self._process.result, self._run.world.device)
+        written: list[Written | None] = [None] * dist.get_world_size()
+        dist.gather_object(mine, written if self._run.world.is_first else None)
+        folder = self._on_first_rank(lambda: self._publish(writer, written))
+        self._release()
+        return folder
 
     def _publish(self, writer: FilesWriter, written: list[Written]) -> Path:
         texts = {
@@ -87,8 +146,39 @@ class Saver:
             retain(self._disk, self._checkpoint.save, self._checkpoint.save_retain_interval, self._partial.iteration)
         return folder
 
+    @contextlib.contextmanager
+    def _told(self, iteration: int) -> Iterator[None]:
+        """Makes a failure that all ranks know of one sentence, and clears up after it."""
+        try:
+            yield
+        except (AgreedError, CheckpointException) as error:
+            if self._partial is not None:
+                discard(self._disk, self._partial)
+            self._release()
+            raise SaveError(f"iteration {iteration} cannot be saved: {_why(error)}") from error
+
+    def _release(self) -> None:
+        if self._partial is not None:
+            self._partial.release()
+            self._partial = None
+
     def _on_first_rank(self, function: Callable[[], Value]) -> Value:
         return on_first_rank(function, self._run.world.device)
+
+
+@contextlib.contextmanager
+def saving(run: Run) -> Iterator[Saver]:
+    """A `Saver` that in the end waits for what it writes, if all ranks come to this end. **Collective.**"""
+    saver = Saver(run)
+    try:
+        yield saver
+        saver.finish()
+    except RunError as error:
+        if error.is_on_every_rank:
+            saver.finish()
+        raise
+    finally:
+        saver.close()
 
 
 def _why(error: AgreedError | CheckpointException) -> str:

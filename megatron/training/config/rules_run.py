@@ -261,7 +261,7 @@ def batch_divides(config: RunConfig, setting: Setting) -> str | None:
 def checkpoint_flags_have_their_directory(config: RunConfig, setting: Setting) -> Iterator[str]:
     """Flags of saving need --save, flags of loading --load."""
     for needed, paths in (
-        ("save", ("save_interval", "save_retain_interval", "save_optim", "save_rng")),
+        ("save", ("save_interval", "save_retain_interval", "save_optim", "save_rng", "async_save")),
         (
             "load",
             (

@@ -28,7 +28,6 @@ NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
     "precision.fp8": ((None,), "use --bf16"),
     "ddp.fp8_param_gather": ((False,), "use --bf16"),
     "data.dataloader_type": ((None, "single", "cyclic"), "use single or cyclic"),
-    "checkpoint.async_save": ((False,), "checkpoints are written before training goes on"),
 }
 """Fields that exist for their messages: the values that work, and what to do about the others."""
 

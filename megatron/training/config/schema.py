@@ -37,7 +37,7 @@ class TrainConfig:
     """Save and exit after this many minutes."""
 
     exit_signal_handler: bool = False
-    """Save and exit on SIGTERM."""
+    """Save and exit on SIGTERM or SIGUSR1."""
 
     check_for_nan_in_loss_and_grad: bool = True
     """Stop when a loss or a gradient norm is not finite; never with dynamic loss scaling, which skips such steps."""
@@ -243,7 +243,7 @@ class CheckpointConfig:
     """Changes nothing: the format is always looked at, and fsdp_dtensor is the only one that is read."""
 
     async_save: bool = False
-    """Write in the background. Not supported here yet."""
+    """Copy what is saved to host memory, and write it in a process of its own while training goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,6 +88,9 @@ INSTEAD: dict[str, str] = {
     "--checkpoint-activations": "use --recompute-activations, or --recompute-granularity full",
     "--use-dist-ckpt": "use --ckpt-format fsdp_dtensor",
     "--enable-full-sharding-in-hsdp": "use --outer-dp-sharding-strategy optim",
+    "--exit-signal": "--exit-signal-handler listens to SIGTERM and SIGUSR1",
+    "--async-strategy": "there is one way; leave it out",
+    "--use-persistent-ckpt-worker": "the writing process is kept between saves; leave it out",
     "--zero-dp-strategy": "use --data-parallel-sharding-strategy",
 }
 """What to use in place of a flag that is not here."""

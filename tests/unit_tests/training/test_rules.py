@@ -124,6 +124,7 @@ CASES = [
     ),
     ("batch_divides", "--micro-batch-size 2 --global-batch-size 6", "x 2 data-parallel ranks; take 4 or 8"),
     ("batch_divides", "--micro-batch-size 2 --global-batch-size 1", "x 2 data-parallel ranks; take 4"),
+    ("checkpoint_flags_have_their_directory", "--async-save", "--async-save needs --save DIRECTORY"),
     ("retained_checkpoints_are_saved", "--save-retain-interval 2", "which is not given"),
     ("retained_checkpoints_are_saved", "--save-retain-interval 3 --save-interval 2", "a multiple of --save-interval"),
     ("checkpoint_flags_have_their_directory", "--save-interval 2", "--save-interval needs --save DIRECTORY"),
