@@ -27,7 +27,7 @@ def _train(run: Run, callbacks: Callback, stopper: Stopper, saver: Saver) -> str
         callbacks.after_step(run, result)
         saver.poll()
         if is_due(config.validation.eval_interval, run):
-            report_validation(run, callbacks)
+            report_validation(run, callbacks, stopper)
         reason = stopper.reason(run)
         if reason is not None or is_due(config.checkpoint.save_interval, run):
             saver.save()
@@ -37,8 +37,8 @@ def _train(run: Run, callbacks: Callback, stopper: Stopper, saver: Saver) -> str
     return reason
 
 
-def report_validation(run: Run, callbacks: Callback, *, is_final: bool = False) -> None:
+def report_validation(run: Run, callbacks: Callback, stopper: Stopper, *, is_final: bool = False) -> None:
     """Evaluates on the validation set, if there is one, and reports it. **Collective.**"""
-    evaluation = validate(run, is_final=is_final)
+    evaluation = validate(run, stopper, is_final=is_final)
     if evaluation is not None:
         callbacks.after_eval(run, evaluation)

@@ -68,9 +68,12 @@ def work(run: Run, callbacks: Callback, stopper: Stopper) -> None:
         if reason is not None:
             logger.info("exiting: %s", reason)
             return
-        report_validation(run, callbacks, is_final=True)
-        tested = test(run)
+        report_validation(run, callbacks, stopper, is_final=True)
+        name = stopper.signalled(run)
+        tested = test(run, stopper) if name is None else None
         if tested is not None:
             callbacks.after_eval(run, tested)
+        if name := name or stopper.signalled(run):
+            logger.info("exiting: %s after the last iteration", name)
     finally:
         callbacks.end(run)

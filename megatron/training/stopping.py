@@ -6,11 +6,13 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from megatron.training.agree import any_rank
+from megatron.training.agree import any_rank, largest
 from megatron.training.config.schema import TrainConfig
 from megatron.training.state import Run
 
 _SECONDS_PER_MINUTE = 60
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""What launchers and schedulers send to a run that is to end."""
 
 
 class Stopper:
@@ -19,29 +21,39 @@ class Stopper:
     def __init__(self, train: TrainConfig) -> None:
         self._train = train
         self._started_s = time.monotonic()
-        self.was_signalled = False
-        """This process got SIGTERM."""
+        self._received = 0  # The number of the signal that this process got.
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, with `--exit-signal-handler`, SIGTERM is remembered instead of ending the process."""
+        """Inside, with `--exit-signal-handler`, `SIGNALS` are remembered instead of ending the process."""
         if not self._train.exit_signal_handler:
             yield
             return
-        before = signal.signal(signal.SIGTERM, self._remember)
+        before = {number: signal.signal(number, self._remember) for number in SIGNALS}
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.was_signalled = True
+        self._received = number
+
+    def signalled(self, run: Run) -> str | None:
+        """The signal that some rank got and is to end the run by, the same on every rank. **Collective.**
+
+        Communicates only with `--exit-signal-handler`.
+        """
+        if not self._train.exit_signal_handler:
+            return None
+        number = largest(self._received, run.world.device)
+        return signal.Signals(number).name if number else None
 
     def reason(self, run: Run) -> str | None:
         """Why the run ends after the current iteration, the same on every rank; None to go on. **Collective.**"""
         train, iteration = self._train, run.state.iteration
-        if train.exit_signal_handler and any_rank(self.was_signalled, run.world.device):
-            return f"SIGTERM at iteration {iteration}"
+        if name := self.signalled(run):
+            return f"{name} at iteration {iteration}"
         limit = train.exit_duration_in_mins
         if limit is not None and any_rank(self._minutes() > limit, run.world.device):
             return f"--exit-duration-in-mins {limit} at iteration {iteration}"

@@ -149,11 +149,11 @@ def get_batch(stream: Iterator[Sample], device: torch.device) -> Batch:
 
 @contextlib.contextmanager
 def _signals_for_readers_pending() -> Iterator[None]:
-    """Processes that are started inside get no SIGINT or SIGTERM until they are ready to judge it.
+    """Processes that are started inside get no SIGINT, SIGTERM or SIGUSR1 until they are ready to judge it.
 
     Otherwise one that comes early ends them, or is lost in a handler that they inherit.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
     try:
         yield
     finally:
@@ -161,11 +161,12 @@ def _signals_for_readers_pending() -> Iterator[None]:
 
 
 def _leave_interrupts_to_the_trainer(worker: int, *, trainer: int) -> None:
-    """Ctrl-C and a launcher's SIGTERM reach the whole process group; only the process `trainer` should act on them.
+    """Ctrl-C and a launcher's SIGTERM or SIGUSR1 reach the whole process group; only `trainer` should act on them.
 
     A trainer that saves before it ends needs its readers until then.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     # Blocked since the start, and here for good: pending until the thread takes it. Threads started later inherit that.
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGTERM})
     threading.Thread(target=_end_with_the_trainer, args=(trainer,), daemon=True).start()

@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -190,6 +191,42 @@ def test_sigterm_on_one_rank_saves_and_ends_all(mcore_ranks2, tmp_path):
     for outcome in mcore_ranks2.run(terminated, tmp_path):
         assert len(outcome.losses) == 2 and not outcome.evaluations
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+def signalled_in_evaluation(folder: Path) -> list[Outcome]:
+    """Rank 1 gets SIGUSR1 in an evaluation: during training, after it, and with nothing but it."""
+    from megatron.training import evaluate
+
+    forward_backward = evaluate.forward_backward
+
+    def signal_at(iteration: int, flags: str) -> Outcome:
+        batches = []
+
+        def forward(run, stream, *, forward_only):
+            batches.append(run.state.iteration)
+            if dist.get_rank() == 1 and batches.count(iteration) == 2:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return forward_backward(run, stream, forward_only=forward_only)
+
+        with mock.patch.object(evaluate, "forward_backward", forward):
+            outcome = train(f"--exit-signal-handler --eval-iters 4 {flags}")
+        outcome.output = batches
+        return outcome
+
+    flags = f"--train-iters 3 --eval-interval 2 --save {folder} --async-save"
+    return [signal_at(2, flags), signal_at(3, flags), signal_at(2, f"--skip-train --load {folder} --ckpt-step 2")]
+
+
+def test_a_signal_ends_an_evaluation_too(mcore_ranks2, tmp_path):
+    before = signal.getsignal(signal.SIGUSR1)
+    for during, after, only in mcore_ranks2.run(signalled_in_evaluation, tmp_path):
+        assert len(during.losses) == 2 and not during.evaluations and during.output == [2, 2]
+        assert during.state["consumed_valid_samples"] == 4 * 8, "as if it had been read"
+        assert len(after.losses) == 3 and list(after.evaluations) == ["validation at 2"]
+        assert after.output == [2] * 4 + [3] * 2, "the test set is not read"
+        assert not only.evaluations and only.output == [2, 2]
+    assert signal.getsignal(signal.SIGUSR1) is before
+    assert sorted(path.name for path in tmp_path.glob("iter*")) == ["iter_0000002", "iter_0000003"]
 
 
 def runs_that_stop(folder: Path) -> list[Outcome]:

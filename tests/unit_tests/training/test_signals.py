@@ -16,7 +16,7 @@ READER_SCRIPT = """
     from megatron.training.data.loader import LoaderOptions, build_data_stream
 
     received = []
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: received.append(number))
     options = LoaderOptions(micro_batch_size=1, data_parallel_rank=0, data_parallel_size=1, num_workers=2)
     data = [{"tokens": torch.tensor([number])} for number in range(20)]
@@ -33,7 +33,7 @@ READER_SCRIPT = """
     stream, _ = opened()
     print("ready", flush=True)
     sys.stdin.readline()
-    assert sorted(received) == [signal.SIGINT, signal.SIGTERM], received
+    assert sorted(received) == sorted([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]), received
     assert len(list(zip(range(12), stream))) == 12
     stream.close()
 
@@ -86,5 +86,6 @@ def test_readers_outlive_signals_to_the_group_but_not_their_trainer(in_own_group
     assert process.stdout.readline() == "ready\n", process.communicate()[1]
     os.killpg(process.pid, signal.SIGTERM)
     os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGUSR1)
     told, errors = process.communicate("go on\n", timeout=30)
     assert (process.returncode, told) == (0, "done\n"), errors
