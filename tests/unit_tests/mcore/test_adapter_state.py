@@ -274,6 +274,39 @@ def save_spread_experts(folder: str, part: str) -> None:
     dcp.save({part: state}, checkpoint_id=folder)
 
 
+def experts_under_stored_names(path: str) -> list[Record]:
+    """A step of two models with spread experts, of which the second reads what the first had before."""
+    from megatron_fsdp.mcore import StoredState
+
+    config = {"num_moe_experts": 4, "add_bias_linear": False, "moe_token_dispatcher_type": "alltoall"}
+    records = []
+    for seed in (1, 2):
+        case = Case(config=config, groups={"expert_model_parallel_size": 2}, seed=seed)
+        model = build(case)
+        optimizer = build_optimizer(case, model)
+        connect(model, optimizer)
+        stored = StoredState(model)
+        state = {"model": stored.model(model.state_dict()), "optimizer": stored.optimizer(optimizer.fqn_state_dict())}
+        if seed == 1:
+            train_step(case, model, optimizer, 0)
+            model.stop_communication()
+            state["optimizer"] = stored.optimizer(optimizer.fqn_state_dict())
+            dcp.save(state, checkpoint_id=path)
+        else:
+            dcp.load(state, checkpoint_id=path)
+            model.load_state_dict(model.state_dict())
+            own = optimizer.fqn_state_dict()
+            optimizer.load_fqn_state_dict(stored.optimizer_from(state["optimizer"], own))
+        records.append(train_step(case, model, optimizer, 1))
+    return records
+
+
+def test_spread_experts_and_their_optimizer_are_resumed(mcore_ranks2: RankPool, tmp_path) -> None:
+    for first, second in mcore_ranks2.run(experts_under_stored_names, str(tmp_path / "saved")):
+        assert (first.loss, first.norm) == (second.loss, second.norm)
+        assert all(torch.equal(weight, second.weights[name]) for name, weight in first.weights.items())
+
+
 @pytest.mark.parametrize("part", ["model", "optimizer"])
 def test_a_checkpoint_never_confuses_experts(mcore_ranks2: RankPool, tmp_path, part: str) -> None:
     message = "local_experts.*is the name of other experts on other ranks"

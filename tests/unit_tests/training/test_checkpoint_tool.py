@@ -97,6 +97,14 @@ def test_one_file_is_plain_torch_and_back_it_is_the_same_bit_for_bit(folder, tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "model.pt"]
 
 
+def test_torch_alone_reads_it(folder):
+    text = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    (example,) = (block for block in text.split("```")[1::2] if "no_dist=True" in block)
+    names = {}
+    exec(example.removeprefix("python").replace("checkpoints/iter_0000100", str(folder / "iter_0000003")), names)
+    assert same(names["weights"], {name: value for name, value in stored().items() if name.startswith("model.")})
+
+
 def test_megatron_lm_finds_its_names(folder, tmp_path):
     assert TOOL.main(["convert", str(folder), str(tmp_path / "theirs"), "--to", "megatron-lm"]) == 0
     theirs = values(tmp_path / "theirs")
