@@ -110,7 +110,7 @@ def job_model(options: dict, strategy: int = 3) -> list[Any]:
                 found.append(str(error))
             else:
                 found.append(memory.registrations)
-        return [*found, sorted(memory._pools)]
+        return [*found, memory.windows, sorted(memory._pools)]
 
 
 #: Two slots for weights, two for gradients, one communicator.
@@ -121,7 +121,7 @@ SHARDS = [f"lasting blocks.{number}:0.0" for number in range(6)]
 
 def test_buffers_are_registered_at_build(ranks2: RankPool) -> None:
     by_hand = "manual_buffer_registration() needs nccl_ub=True and fsdp_manual_registration=True."
-    assert ranks2.run(job_model, {"nccl_ub": True}) == [[10, by_hand, by_hand, sorted(SLOTS + SHARDS)]] * 2
+    assert ranks2.run(job_model, {"nccl_ub": True}) == [[10, by_hand, by_hand, 10, sorted(SLOTS + SHARDS)]] * 2
 
 
 @pytest.mark.parametrize(("strategy", "kinds"), [(0, {"main_grad"}), (1, {"0", "main_grad"}), (2, {"0"})])
@@ -132,7 +132,14 @@ def test_what_lasts_and_is_communicated_is_registered_too(ranks2: RankPool, stra
         assert len(lasting) == 6 * len(kinds) and registrations == len(regions)
 
 
+def test_windows_can_be_declined(ranks2: RankPool) -> None:
+    for registrations, *_, windows, _ in ranks2.run(
+        job_model, {"nccl_ub": True, "disable_symmetric_registration": True}
+    ):
+        assert (registrations, windows) == (10, 0)
+
+
 def test_buffers_are_registered_by_hand_once(ranks2: RankPool) -> None:
-    for before, after, again, regions in ranks2.run(job_model, {"nccl_ub": True, "fsdp_manual_registration": True}):
+    for before, after, again, _, regions in ranks2.run(job_model, {"nccl_ub": True, "fsdp_manual_registration": True}):
         assert (before, after, regions) == (0, 10, sorted(SLOTS + SHARDS))
         assert "are registered already" in again
