@@ -227,6 +227,31 @@ def use_torch_helpers(strategy: int) -> bool:
     return True
 
 
+def ask_torch_for_state(is_automatic: bool) -> bool:
+    """Asks before the first step, and then trains as a model that was not asked."""
+    records = []
+    for is_asked in (False, True):
+        model = sharded(Setup(3, 3))
+        optimizer = optimizer_of(model)
+        model.set_model_auto_sync(is_automatic)
+        if is_asked:
+            state = torch_state_dict.get_optimizer_state_dict(model, optimizer)
+            assert len(state["state"]) == sum(param.requires_grad for param in model.parameters())
+            assert all(
+                not entry["exp_avg"].to_local().any() and entry["step"] == 0 for entry in state["state"].values()
+            )
+        train(model, optimizer, batches(2))
+        records.append(everything(model, optimizer))
+    assert_same(records[0]["model"], records[1]["model"])
+    assert_same(records[0]["optimizer"], records[1]["optimizer"])
+    return True
+
+
+@pytest.mark.parametrize("is_automatic", [False, True])
+def test_torch_may_ask_for_optimizer_state_before_the_first_step(ranks2, is_automatic):
+    assert all(ranks2.run(ask_torch_for_state, is_automatic))
+
+
 @pytest.mark.parametrize("strategy", [0, 3])
 def test_torch_s_own_helpers_read_and_write_our_state(ranks3, strategy):
     assert all(ranks3.run(use_torch_helpers, strategy))

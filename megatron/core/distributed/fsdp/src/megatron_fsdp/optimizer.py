@@ -69,8 +69,7 @@ def fully_shard_optimizer(
         optimizer.register_state_dict_pre_hook(check_state_can_be_stored)
         optimizer.register_state_dict_pre_hook(create_owned_state)
     elif preproc_state_dict_for_dcp_ckpt:
-        bare_step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
-        optimizer.register_state_dict_pre_hook(lambda opt: create_state(opt, bare_step))
+        optimizer.register_state_dict_pre_hook(lambda opt: create_state(opt, _bare_step(opt)))
     if preproc_state_dict_for_dcp_ckpt:
         optimizer.register_state_dict_post_hook(lambda opt, state_dict: mark_state(opt))
     return optimizer
@@ -179,6 +178,8 @@ def _wrap_step(optimizer: torch.optim.Optimizer, model: Any) -> None:
         nonlocal with_state
         check_groups(self)
         check_not_taken(model._schedule, "optimizer.step()")
+        if _only_wants_state(self, model):
+            return _create_any_state(self)
         open_grads = model.param_and_grad_buffer.has_open_grads  # automatic synchronization may have come too late
         if sync_grad_before_optimizer_step and (open_grads or not model.model_auto_sync):
             model.finish_grad_sync()
@@ -193,6 +194,26 @@ def _wrap_step(optimizer: torch.optim.Optimizer, model: Any) -> None:
         return result
 
     _bind(optimizer, "step", step, base)
+
+
+def _only_wants_state(optimizer: torch.optim.Optimizer, model: Any) -> bool:
+    """torch's `get_optimizer_state_dict` makes state with a step of zero gradients, of its own, at a rate of zero.
+
+    A real first step at that rate has gradients of the model's.
+    """
+    is_still = not optimizer.state and all(group.get("lr") == 0 for group in optimizer.param_groups)
+    return is_still and model.param_and_grad_buffer.has_foreign_grads_only
+
+
+def _create_any_state(optimizer: torch.optim.Optimizer) -> None:
+    if _works_as_owner(optimizer):
+        create_owned_state(optimizer)
+    else:
+        create_state(optimizer, _bare_step(optimizer))
+
+
+def _bare_step(optimizer: torch.optim.Optimizer) -> Callable:
+    return getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
 
 
 def _run_as_owner(base: Callable, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -102,6 +102,14 @@ class ParamAndGradBuffer:
             for group, param in self.trained()
         )
 
+    @property
+    def has_foreign_grads_only(self) -> bool:
+        """Gradients are on parameters, and none has come through the model."""
+        trained = list(self.trained())
+        is_empty = all(group.main_grad.state is GradState.EMPTY for group, _ in trained)
+        has_any = any(param.sharded.grad is not None for _, param in trained)
+        return is_empty and has_any and not any(unit.has_stray_grads() for unit in self._schedule.units)
+
     def _grad(self, sharded: nn.Parameter) -> torch.Tensor | None:
         return getattr(sharded, "decoupled_grad", None) if self._use_decoupled_grad else sharded.grad
 
