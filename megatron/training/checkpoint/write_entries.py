@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from megatron.training.checkpoint import manifest
+from megatron.training.checkpoint.disk import facts_of
 from megatron.training.checkpoint.entries import Entry, Source
 from megatron.training.checkpoint.forms import nested
 from megatron.training.checkpoint.paths import RELEASE, TRACKER, iteration_folder
@@ -84,6 +86,8 @@ def write_folder(source: Source, root: Path, progress: Progress = _no_progress) 
                 planner=_ReadingPlanner(source, progress),
                 no_dist=True,
             )
+        files = {path.name: facts_of(path) for path in folder.iterdir()}
+        (folder / manifest.MANIFEST).write_bytes(manifest.to_bytes(files))
         (partial / TRACKER).write_text(RELEASE if iteration is None else str(iteration), encoding="utf-8")
     return root / folder.name
 

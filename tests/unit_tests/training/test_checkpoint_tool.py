@@ -94,6 +94,7 @@ def test_one_file_is_plain_torch_and_back_it_is_the_same_bit_for_bit(folder, tmp
     assert TOOL.main(["convert", str(file), str(back), "--to", "fsdp_dtensor"]) == 0
     assert (back / "latest_checkpointed_iteration.txt").read_text() == "3"
     assert same(values(back), values(folder))
+    assert (back / "iter_0000003" / "manifest.json").exists() and TOOL.main(["verify", str(back)]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "model.pt"]
 
 
