@@ -82,7 +82,7 @@ def publish(disk: Disk, partial: Partial, written: Mapping[str, FileFacts], text
     disk.sync_folder(root)
     write_tracker(disk, root, partial.iteration)
     if replaced is not None:
-        delete_tree(disk, replaced)
+        _delete(disk, replaced)
     return folder
 
 
@@ -103,7 +103,7 @@ def retain(disk: Disk, root: Path, interval: int, latest: int) -> list[int]:
     if condemned:
         disk.sync_folder(root)
     for folder in condemned:
-        delete_tree(disk, folder)
+        _delete(disk, folder)
     return list(superseded)
 
 
@@ -120,9 +120,17 @@ def clear_remnants(disk: Disk, root: Path) -> None:
         if hidden.kind == REPLACED and not target.exists():
             disk.rename(hidden.path, target)  # Replacing it was interrupted.
         elif hidden.kind != PARTIAL or _is_abandoned(hidden):
-            delete_tree(disk, hidden.path)
+            _delete(disk, hidden.path)
         else:
             logger.warning("%s is left alone: another run is writing it", hidden.path)
+
+
+def _delete(disk: Disk, folder: Path) -> None:
+    """Deletes a hidden folder; what is left of it hurts nobody, and the next save tries again."""
+    try:
+        delete_tree(disk, folder)
+    except OSError as error:
+        logger.warning("%s cannot be deleted (%s); delete it when no run writes to it", folder, error.strerror)
 
 
 def _is_abandoned(hidden: Hidden) -> bool:

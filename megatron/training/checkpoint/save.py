@@ -173,8 +173,8 @@ def saving(run: Run) -> Iterator[Saver]:
     try:
         yield saver
         saver.finish()
-    except RunError as error:
-        if error.is_on_every_rank:
+    except (RunError, AgreedError) as error:
+        if isinstance(error, AgreedError) or error.is_on_every_rank:
             saver.finish()
         raise
     finally:

@@ -1,6 +1,7 @@
 """Whenever a save is killed or the power fails, loading gives the checkpoint before it or the new one, to the bit."""
 
 import contextlib
+import errno
 import os
 import pickle
 import shutil
@@ -174,3 +175,18 @@ def test_a_partial_checkpoint_of_a_living_run_is_left_alone(tmp_path):
     living.release()
     save(CrashingDisk(), tmp_path, 20)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", "iter_0000020", TRACKER]
+
+
+class Undeletable(CrashingDisk):
+    """Somebody else's files."""
+
+    def delete_file(self, path):
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+
+def test_what_cannot_be_deleted_stops_no_save(tmp_path):
+    for iteration in (10, 12, 20):
+        save(Undeletable(), tmp_path, iteration)
+    assert load(tmp_path) == 20 and [hidden.kind for hidden in all_hidden(tmp_path)] == ["deleted"]
+    save(CrashingDisk(), tmp_path, 30)
+    assert not list(all_hidden(tmp_path))

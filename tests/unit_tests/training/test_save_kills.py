@@ -39,7 +39,8 @@ def run_killed(folder: Path, flags: str, victim: int, method: str, count: int) -
         train(RUN + f"--save {folder} --save-interval 2 --save-retain-interval 4 {flags}")
 
 
-# Before that call, except for `start`. Of rank 0: its own file, .metadata, run_config.yaml, manifest; then the folder, the tracker, and what is not retained.
+# Before that call, except for `start`. Of rank 0: its own file, .metadata, run_config.yaml, manifest; then the folder,
+# the tracker, and what is not retained.
 CASES = [
     ("", 1, "write", 40, {2}),
     ("--async-save", 1, "start", 1, {2}),
