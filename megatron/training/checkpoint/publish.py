@@ -82,7 +82,7 @@ def publish(disk: Disk, partial: Partial, written: Mapping[str, FileFacts], text
     disk.sync_folder(root)
     write_tracker(disk, root, partial.iteration)
     if replaced is not None:
-        _delete(disk, replaced)
+        _delete(disk, _condemned(disk, replaced, root, partial.iteration))
     return folder
 
 
@@ -96,10 +96,7 @@ def write_tracker(disk: Disk, root: Path, iteration: int) -> None:
 def retain(disk: Disk, root: Path, interval: int, latest: int) -> list[int]:
     """Deletes checkpoints older than `latest` whose iteration `interval` does not divide; their iterations."""
     superseded = {at: path for at, path in iteration_folders(root).items() if at < latest and at % interval}
-    condemned = []
-    for iteration, folder in superseded.items():
-        condemned.append(hidden_folder(root, iteration, secrets.token_hex(4), DELETED))
-        disk.rename(folder, condemned[-1])  # It is either whole or gone, never a part of one.
+    condemned = [_condemned(disk, folder, root, iteration) for iteration, folder in superseded.items()]
     if condemned:
         disk.sync_folder(root)
     for folder in condemned:
@@ -119,10 +116,19 @@ def clear_remnants(disk: Disk, root: Path) -> None:
         target = iteration_folder(root, hidden.iteration)
         if hidden.kind == REPLACED and not target.exists():
             disk.rename(hidden.path, target)  # Replacing it was interrupted.
-        elif hidden.kind != PARTIAL or _is_abandoned(hidden):
+        elif hidden.kind == REPLACED:
+            _delete(disk, _condemned(disk, hidden.path, root, hidden.iteration))
+        elif hidden.kind == DELETED or _is_abandoned(hidden):
             _delete(disk, hidden.path)
         else:
             logger.warning("%s is left alone: another run is writing it", hidden.path)
+
+
+def _condemned(disk: Disk, folder: Path, root: Path, iteration: int) -> Path:
+    """Gives a checkpoint the name of what is to be deleted, so that nobody takes a part of it for a whole."""
+    condemned = hidden_folder(root, iteration, secrets.token_hex(4), DELETED)
+    disk.rename(folder, condemned)
+    return condemned
 
 
 def _delete(disk: Disk, folder: Path) -> None:
