@@ -9,6 +9,8 @@ from megatron_fsdp.optimizer_state import mark_param_state
 
 #: Options that say how a step is computed here, not what it computes.
 _IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
+#: Options that say how a model is spread here; saved for Megatron-LM, but nothing that another spread could take over.
+_SPREAD = ("is_expert_parallel",)
 
 
 def export(optimizer: torch.optim.Optimizer, fqns: Mapping[torch.nn.Parameter, str]) -> dict:
@@ -65,14 +67,15 @@ def _load_tensors(state: dict, saved: Mapping, name: str) -> None:
 def _load_options(group: dict, saved: Mapping[str, Mapping]) -> None:
     (first_name, first), *others = saved.items()
     for name, options in others:
-        differing = sorted(key for key in {*first, *options} if not _same(first.get(key), options.get(key)))
+        keys = {*first, *options}.difference(_SPREAD)
+        differing = sorted(key for key in keys if not _same(first.get(key), options.get(key)))
         if differing:
             raise ValueError(
                 f"parameters {first_name!r} and {name!r} share a group but were saved with different {differing}; "
                 "the groups of the saved run were made by other rules"
             )
     for key, value in first.items():
-        if key not in _IMPLEMENTATION:
+        if key not in _IMPLEMENTATION + _SPREAD:
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
