@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.training.checkpoint.entries import open_source
-from megatron.training.checkpoint.forms import to_megatron_lm, to_plain
+from megatron.training.checkpoint.forms import to_megatron_lm, to_plain, to_stored
 from megatron.training.checkpoint.write_entries import write_folder
 from megatron.training.launch import RunError
 from tests.unit_tests.training.runs import Outcome, train
@@ -156,3 +156,17 @@ def test_another_format_is_named(mcore_ranks1, tmp_path):
     (tmp_path / "iter_0000004" / "metadata.json").touch()
     message = "has the format torch_dist, and only fsdp_dtensor can be read; convert it"
     mcore_ranks1.run_expecting(RunError, message, run_all, f"--load {tmp_path} --ckpt-step 4 --auto-detect-ckpt-format")
+
+
+def test_a_bare_state_dict_is_where_tuning_begins(mcore_ranks1, saved, tmp_path):
+    _, folder = saved
+    bare = {
+        n.removeprefix("model."): v.read() for n, v in to_plain(open_source(folder)).items() if n.startswith("model.")
+    }
+    torch.save(bare, tmp_path / "bare.pt")
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in bare
+    write_folder(to_stored(open_source(tmp_path / "bare.pt"), is_gated=True), tmp_path / "converted")
+    tuned, begun = mcore_ranks1.run(
+        run_all, f"--load {folder} --finetune", f"--load {tmp_path / 'converted'} --finetune"
+    )[0]
+    assert begun.losses == tuned.losses
