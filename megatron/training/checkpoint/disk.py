@@ -69,6 +69,8 @@ class ChecksummedFile:
         self._disk, self._stream = disk, disk.create(path)
         self._hash, self._nbytes = hashlib.new(ALGORITHM), 0
         self._facts: FileFacts | None = None
+        self.error: OSError | None = None
+        """Why it could not be written; torch's writer makes something else of it on its way."""
 
     def write(self, data: bytes | memoryview) -> int:
         """Appends `data`; its number of bytes."""
@@ -77,9 +79,16 @@ class ChecksummedFile:
         for start in range(0, len(data), _PIECE_NBYTES):
             piece = data[start : start + _PIECE_NBYTES]
             self._hash.update(piece)
-            self._disk.write(self._stream, piece)
+            self._write(piece)
         self._nbytes += len(data)
         return len(data)
+
+    def _write(self, piece: memoryview) -> None:
+        try:
+            self._disk.write(self._stream, piece)
+        except OSError as error:
+            self.error = self.error or error
+            raise
 
     def tell(self) -> int:
         """How much was written."""

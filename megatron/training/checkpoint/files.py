@@ -49,6 +49,8 @@ class SafeFiles(FileSystem):
             try:
                 yield file
                 self.files[path.name] = file.close()
+            except Exception as error:
+                raise (file.error or error) from error
             finally:
                 file.discard()
         except OSError as error:
