@@ -18,7 +18,7 @@ from megatron.training.checkpoint.background import BackgroundFilesWriter, Progr
 from megatron.training.checkpoint.contents import Parts, contents
 from megatron.training.checkpoint.disk import Disk
 from megatron.training.checkpoint.files import FilesWriter, Written, described
-from megatron.training.checkpoint.paths import RUN_CONFIG
+from megatron.training.checkpoint.paths import RUN_CONFIG, iteration_folders
 from megatron.training.checkpoint.publish import Partial, begin, discard, publish, retain
 from megatron.training.config import to_yaml
 from megatron.training.launch import RunError
@@ -53,8 +53,25 @@ class Saver:
         self._disk = Disk()
         self._in_flight: InFlight | None = None
         self._partial: Partial | None = None  # Its folder, on rank 0.
+        if self._checkpoint.save is not None and run.world.is_first:
+            self._warn_of_newer(self._checkpoint.save)
         is_asynchronous = self._checkpoint.async_save and self._checkpoint.save is not None
         self._process = WriterProcess() if is_asynchronous else None
+
+    def _warn_of_newer(self, root: Path) -> None:
+        """Tells of checkpoints that this run will replace, or leave behind it, before it trains for that."""
+        with contextlib.suppress(OSError):  # A save will tell.
+            newer = [path.name for at, path in iteration_folders(root).items() if at > self._run.state.iteration]
+            if newer:
+                logger.warning(
+                    "--save %s already has %s%s, and this run begins at iteration %d: it will replace what it meets "
+                    "and make its own the latest; pass --load %s to go on from there, or another --save",
+                    root,
+                    newer[-1],
+                    f" and {len(newer) - 1} before it" if len(newer) > 1 else "",
+                    self._run.state.iteration,
+                    root,
+                )
 
     def save(self) -> None:
         """Writes the run as it is, if `--save` is given; with `--async-save` only begins to. **Collective.**
