@@ -19,9 +19,10 @@ from megatron.training.checkpoint.contents import Parts, rank_key, tensors
 from megatron.training.checkpoint.damage import changed_files, in_words, what_failed
 from megatron.training.checkpoint.match import MODEL, Difference, Stored, compare, of_all_ranks
 from megatron.training.checkpoint.nested import flattened, with_leaves
-from megatron.training.checkpoint.paths import check_format, damaged, folder_to_load
+from megatron.training.checkpoint.paths import check_format, damaged, folder_to_load, iteration_of
 from megatron.training.checkpoint.plain_data import PlainReader, read_arguments, read_metadata, read_value
 from megatron.training.checkpoint.random_state import restore
+from megatron.training.checkpoint.same_model import differences
 from megatron.training.checkpoint.schedule import load_schedule
 from megatron.training.checkpoint.vocabulary import with_saved_rows
 from megatron.training.config.schema import CheckpointConfig
@@ -134,6 +135,7 @@ def _read(run: Run, folder: Path, parts: Parts) -> None:
         values["rng_state"] = {source: values["rng_state"][rank_key(run.world.ranks.rank)]}
     leaves = with_saved_rows(flattened(values), names, run.job.tokenizer.vocab_size)
     _check_names(run, folder, compare(leaves, names), parts)
+    _check_model(run, folder, saved, parts)
     values = with_leaves(values, _read_leaves(folder, saved, names, leaves))
     run.model.load_state_dict(run.model.state_dict(), strict=False)  # Read in place; compute weights follow.
     if parts.optimizer:
@@ -174,6 +176,10 @@ def _saved_counts(folder: Path, saved: Metadata) -> dict[str, int]:
     for name in ("iteration", "consumed_train_samples"):
         if name not in counts:
             raise ValueError(f"{folder} does not say its {name}; pass --finetune to start at iteration 0")
+    if (named := iteration_of(folder)) not in (None, counts["iteration"]):
+        raise ValueError(
+            damaged(folder, f"what it holds is of iteration {counts['iteration']}, not {named}, as if it were renamed")
+        )
     return counts
 
 
@@ -203,7 +209,8 @@ def _check_names(run: Run, folder: Path, difference: Difference, parts: Parts) -
     dist.all_gather_object(differences, difference)
     difference = of_all_ranks(differences)
     if checkpoint.strict_fsdp_dtensor_load or difference.shapes:
-        raise ValueError(f"{folder} does not fit the run:\n{difference}")
+        hint = "\npass --no-load-optim to go on with the weights alone" if difference.is_optimizers_only else ""
+        raise ValueError(f"{folder} does not fit the run:\n{difference}{hint}")
     strictness = checkpoint.dist_ckpt_strictness
     lacks_weights = parts.progress and any(name.startswith(MODEL) for name in difference.missing)
     if (lacks_weights and strictness in _RAISING) or (difference.unexpected and strictness == "raise_all"):
@@ -213,6 +220,26 @@ def _check_names(run: Run, folder: Path, difference: Difference, parts: Parts) -
     if strictness == "ignore_all":
         return
     logger.warning("%s does not fit the run, which keeps its own values:\n%s", folder, difference, extra=ON_EVERY_RANK)
+
+
+def _check_model(run: Run, folder: Path, saved: Metadata, parts: Parts) -> None:
+    """Raises on every rank if the weights fit but were trained as another model. **Collective.**"""
+
+    def find() -> str:
+        try:
+            return "; ".join(differences(run.config, read_arguments(folder, saved)))
+        except ValueError as error:
+            raise ValueError(damaged(folder, str(error))) from error
+
+    found = on_first_rank(find, run.world.device)
+    if not found:
+        return
+    if parts.progress and run.config.checkpoint.strict_fsdp_dtensor_load:
+        raise ValueError(
+            f"{folder} was trained as another model: {found}; pass the checkpoint's values or --use-checkpoint-args, "
+            "or --no-strict-fsdp-dtensor-load to go on as this model"
+        )
+    logger.warning("%s was trained as another model: %s", folder, found, extra=ON_EVERY_RANK)
 
 
 def _read_leaves(folder: Path, saved: Metadata, names: Stored, leaves: Mapping[str, Any]) -> dict[str, Any]:

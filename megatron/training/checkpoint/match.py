@@ -73,6 +73,11 @@ class Difference:
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.shapes)
 
+    @property
+    def is_optimizers_only(self) -> bool:
+        """Whether the model itself fits."""
+        return not self.shapes and all(name.startswith("optimizer.") for name in (*self.missing, *self.unexpected))
+
     def __str__(self) -> str:
         lines = []
         for title, names in (("missing", self.missing), ("unexpected", self.unexpected), ("shape", self.shapes)):

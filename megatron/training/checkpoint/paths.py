@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron.training.checkpoint import manifest
 from megatron.training.checkpoint.damage import damage
+from megatron.training.checkpoint.plain_data import METADATA
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Names the latest iteration; written last, so that it never names half a checkpoint."""
@@ -21,6 +22,7 @@ PARTIAL, REPLACED, DELETED = "partial", "replaced", "deleted"
 """What a hidden folder is: being written; the one before of the same iteration; being deleted."""
 _HIDDEN = re.compile(rf"\.iter_(\d{{7,}})(?:\.[0-9a-f]+)?\.({PARTIAL}|{REPLACED}|{DELETED})")
 _COMPLETE = re.compile(r"iter_(\d{7,})")
+_ITERATION = re.compile(r"[0-9]{1,18}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +66,12 @@ def read_tracker(root: Path) -> int | str | None:
     path = root / TRACKER
     if not path.exists():
         return None
-    text = path.read_text(encoding="utf-8").strip()
+    text = path.read_text(encoding="utf-8", errors="replace").strip()
     if text == RELEASE:
         return RELEASE
-    if not text.isdigit():
+    if not _ITERATION.fullmatch(text):
         raise ValueError(
-            f"{path} should hold an iteration or {RELEASE!r}, not {text!r}; pass --ckpt-step to do without it"
+            f"{path} should hold an iteration or {RELEASE!r}, not {text[:40]!r}; pass --ckpt-step to do without it"
         )
     return int(text)
 
@@ -82,6 +84,7 @@ def folder_to_load(root: Path, step: int | None) -> Path | None:
     Raises:
         ValueError: the one that is asked for is not there, or damaged, or nothing says which one is the latest.
     """
+    _refuse_what_holds_none(root)
     wanted = read_tracker(root) if step is None else step
     if wanted is None:
         there = sorted(root.glob("iter_*"))
@@ -94,10 +97,29 @@ def folder_to_load(root: Path, step: int | None) -> Path | None:
             )
     folder = there[0] if wanted is None else _folder_of(root, wanted)
     if not folder.exists():
-        raise ValueError(f"{folder} does not exist; {complete_iterations(root)}")
+        raise ValueError(f"{folder} does not exist; {complete_iterations(root)}, which --ckpt-step chooses")
     if problem := damage(folder):
         raise ValueError(damaged(folder, problem))
     return folder
+
+
+def _refuse_what_holds_none(root: Path) -> None:
+    """Raises ValueError where no checkpoint can be below `root`: a run that starts anew there is not what is meant."""
+    if root.exists() and not root.is_dir():
+        raise ValueError(f"{root} is no folder; pass the one that --save has named, which holds {TRACKER}")
+    if (root / TRACKER).exists():
+        return
+    if (root / METADATA).exists() or _COMPLETE.fullmatch(root.name):
+        raise ValueError(
+            f"{root} is the folder of one iteration; pass the one above, {root.parent}, and to load another than "
+            "its latest --ckpt-step"
+        )
+
+
+def iteration_of(folder: Path) -> int | None:
+    """The iteration that a checkpoint's folder is named after; None for weights without one."""
+    match = _COMPLETE.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 def check_format(root: Path, step: int | None) -> None:

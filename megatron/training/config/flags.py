@@ -56,6 +56,12 @@ def _whole(value: object) -> object:
     return value if isinstance(value, int) else int(str(value))
 
 
+def _path(value: object) -> Path:
+    if not str(value):  # A shell's variable that is not set; Path makes the current folder of it.
+        raise ValueError("no path is empty")
+    return Path(str(value)).expanduser()
+
+
 NORMALIZE: dict[object, Callable[[object], object]] = {
     ShardingStrategy: _number_or_name(typing.get_args(ShardingStrategy)),
     OuterShardingStrategy: _number_or_name(typing.get_args(OuterShardingStrategy)),
@@ -63,7 +69,7 @@ NORMALIZE: dict[object, Callable[[object], object]] = {
     int: _whole,
     float: lambda value: float(str(value)),
     str: str,
-    Path: lambda value: Path(str(value)).expanduser(),
+    Path: _path,
 }
 """Per type: how a value from a command line or a YAML file becomes the field's. Raises ValueError if it cannot."""
 

@@ -2,6 +2,8 @@
 
 import errno
 import functools
+import logging
+import logging.handlers
 import re
 import shutil
 from pathlib import Path
@@ -132,6 +134,51 @@ def test_a_checkpoint_of_another_model(mcore_ranks1, saved):
     assert partial.state["iteration"] == override.state["iteration"] == 3
 
 
+def warnings_of(flags: str) -> list[str]:
+    """What `megatron.training` warns of in a run."""
+    logger = logging.getLogger("megatron.training")
+    told = logging.handlers.BufferingHandler(1000)
+    told.setLevel(logging.WARNING)
+    logger.addHandler(told)
+    try:
+        train(RUN + flags)
+    finally:
+        logger.removeHandler(told)
+    return [record.getMessage() for record in told.buffer]
+
+
+def test_weights_that_fit_another_model_are_refused(mcore_ranks1, saved):
+    """Every shape is the same, and the model computes something else."""
+    load = f"--load {saved[1]} "
+    fits_not = functools.partial(mcore_ranks1.run_expecting, RunError)
+    heads = "was trained as another model: --num-attention-heads is 8, the checkpoint's is 4; --kv-channels is 4"
+    fits_not(heads, run_all, load + "--num-attention-heads 8")
+    several = "--squared-relu is True, .* is False; --norm-epsilon is 0.001, .*; --rotary-base is 500, .* is 10000; "
+    fits_not(several, run_all, load + "--squared-relu --norm-epsilon 1e-3 --rotary-base 500")
+    for flags in ("--finetune", "--no-strict-fsdp-dtensor-load"):
+        told = mcore_ranks1.run(warnings_of, f"{load} --rotary-base 500 {flags}")[0]
+        assert any("another model: --rotary-base is 500, the checkpoint's is 10000" in each for each in told)
+    assert mcore_ranks1.run(warnings_of, load + "--attention-dropout 0 --seq-length 32")[0] == []
+
+
+def test_another_optimizers_state_names_the_flag(mcore_ranks1, saved):
+    message = r"(?s)missing \(\d+\):\n  optimizer.state.*\npass --no-load-optim to go on with the weights alone"
+    mcore_ranks1.run_expecting(RunError, message, run_all, f"--load {saved[1]} --optimizer sgd")
+
+
+def test_a_run_is_warned_before_it_replaces_newer_checkpoints(mcore_ranks1, damageable):
+    told = mcore_ranks1.run(warnings_of, f"--save {damageable} --exit-interval 1 --no-save-optim --no-save-rng")[0]
+    assert any(f"--save {damageable} already has iter_0000002 and 1 before it, and this run" in each for each in told)
+    assert mcore_ranks1.run(warnings_of, f"--load {damageable} --ckpt-step 2 --save {damageable}")[0] == []
+
+
+def test_a_folder_under_another_iterations_name_is_refused(mcore_ranks1, damageable):
+    shutil.rmtree(damageable / "iter_0000002")
+    shutil.copytree(damageable / "iter_0000001", damageable / "iter_0000002")
+    message = "iter_0000002 is no .*: what it holds is of iteration 1, not 2, as if it were renamed; complete besides"
+    mcore_ranks1.run_expecting(RunError, message, run_all, f"--load {damageable}")
+
+
 def test_a_difference_names_each_parameter_once():
     from megatron.training.checkpoint.match import Difference
 
@@ -228,15 +275,16 @@ def test_a_damaged_checkpoint_is_one_sentence(mcore_ranks1, damageable):
 
 
 class FullDisk:
-    """Replaces `Disk.write`: nothing fits on the disk once it is on."""
+    """Replaces `Disk.write`: little fits on the disk once it is on, so that torch breaks off in the middle."""
 
     def __init__(self) -> None:
         from megatron.training.checkpoint.disk import Disk
 
-        self.is_on, self._write = False, Disk.write
+        self.is_on, self._left, self._write = False, 3000, Disk.write
 
     def write(self, disk, stream, data) -> None:
-        if self.is_on:
+        self._left -= len(data) if self.is_on else 0
+        if self._left < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
         self._write(disk, stream, data)
 
@@ -295,6 +343,23 @@ def test_a_tracker_that_is_not_one(tmp_path):
     from megatron.training.checkpoint.paths import folder_to_load
 
     assert folder_to_load(tmp_path, None) is None
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("soon")
-    with pytest.raises(ValueError, match="should hold an iteration or 'release', not 'soon'"):
-        folder_to_load(tmp_path, None)
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    for content in (b"soon", b"", b"\xff\xfe4", "\u00b2".encode(), b"9" * 5000):
+        tracker.write_bytes(content)
+        with pytest.raises(ValueError, match="should hold an iteration or 'release', not '.{0,40}'; pass --ckpt-step"):
+            folder_to_load(tmp_path, None)
+
+
+def test_a_path_that_is_no_folder_of_checkpoints(tmp_path):
+    """Starting anew, as where there is nothing yet, would be what nobody wants."""
+    from megatron.training.checkpoint.paths import folder_to_load
+
+    (tmp_path / "iter_0000004").mkdir()
+    moved = tmp_path / "best"
+    moved.mkdir()
+    (moved / ".metadata").touch()
+    for path in (tmp_path / "iter_0000004", tmp_path / "iter_0000009", moved):
+        with pytest.raises(ValueError, match=f"{path} is the folder of one iteration; pass the one above, {tmp_path}"):
+            folder_to_load(path, None)
+    with pytest.raises(ValueError, match="is no folder; pass the one that --save has named"):
+        folder_to_load(moved / ".metadata", None)

@@ -180,6 +180,11 @@ def test_mistakes_of_flags_and_file_are_reported_together(written) -> None:
     assert len(raised.value.problems) == 2
 
 
+def test_an_empty_path_is_refused(written) -> None:
+    """As a shell makes it of a variable that is not set; it would be the current folder."""
+    assert "expected a path, not ''" in problems_of(written('save: ""'))
+
+
 def test_text_is_no_path() -> None:
     with pytest.raises(ConfigError, match="takes the path of a YAML file, not its text"):
         from_yaml(to_yaml(RunConfig()))
