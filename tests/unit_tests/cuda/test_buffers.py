@@ -39,7 +39,8 @@ def test_units_that_take_turns_lose_no_bit_and_no_memory(comm: str) -> None:
     for result in buffered:
         assert result["losses"] == plain["losses"]
         assert (result["growth"], result["overflows"]) == (0, 0)
-        assert result["reserved_over_allocated"] < 1.05
+        # A model as small as this one leaves half of torch's blocks of 2 MiB empty; the slots must add little to that.
+        assert result["reserved_over_allocated"] < plain["reserved_over_allocated"] + 0.1
     assert len(set(plain["losses"])) > 4  # something was learned
     assert plain["regions"] == 0 < buffered[0]["regions"] < buffered[1]["regions"]
 

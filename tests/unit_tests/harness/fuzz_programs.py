@@ -117,6 +117,8 @@ class Program:
         step_coins = tuple(alike.random() < 0.5 for _ in range(COINS))
         own = random.Random(f"{self.seed} {step} {number} {rank}")
         rank_coins = tuple(own.random() < 0.5 for _ in range(COINS))
+        if number == 0 and step in (0, self.reload_at):  # a first forward shows that ranks differ, and all that may run
+            step_coins, rank_coins = (False,) * COINS, (rank > 0,) * COINS
         generator = torch.Generator().manual_seed(own.randrange(1 << 30))
         x, target = (torch.randn(2, self.width, generator=generator) for _ in range(2))
         tokens = torch.randint(VOCABULARY, (2,), generator=generator)
@@ -231,7 +233,7 @@ class _Trees:
         self._chance = chance
         self._has_coins = has_coins
         """Ranks may leave out different parts. Then gradients flow through everything that runs (there is a stem), and
-        everything runs once, in the order in which it is registered: see "Schedule" in docs/architecture.md."""
+        the first forward shows it: see "Schedule" in docs/architecture.md."""
         self._has_frozen = chance.random() < 0.3
         self._has_half = chance.random() < 0.1
         self._has_recompute = chance.random() < 0.4
@@ -247,22 +249,26 @@ class _Trees:
         chance = self._chance
         children = tuple(self._child(depth) for _ in range(chance.choice((1, 2, 3, 3, 4) if depth < 2 else (1, 2))))
         order = [number for number in range(len(children)) if chance.random() > 0.08]
-        if not self._has_coins and chance.random() < 0.4:
+        if chance.random() < 0.4:
             chance.shuffle(order)
-        if order and not self._has_coins and chance.random() < 0.3:
+        if order and chance.random() < 0.3:
             order.insert(chance.randrange(len(order) + 1), chance.choice(order))
         rules = [self._rule(child) for child in children]
+        by_call = chance.random() < 0.5
         return Node(
             cls=chance.choice("ABC"),
             children=children,
-            calls=tuple(self._call(number, children[number], rules[number]) for number in order),
+            calls=tuple(
+                self._call(number, children[number], self._rule(children[number]) if by_call else rules[number])
+                for number in order
+            ),
             output=chance.choice(("tensor", "tensor", "tuple", "dict", "dataclass", "object")),
             has_autocast=self._has_autocast and chance.random() < 0.3,
-            is_rotating=not self._has_coins and chance.random() < 0.1,
+            is_rotating=chance.random() < 0.1,
         )
 
     def _rule(self, child: Node | Leaf) -> tuple[str, int]:
-        """When a child is left out; one rule for all its calls."""
+        """When a child is left out."""
         chance = self._chance
         kind = chance.choice(("", "", "", "", "step", "rank"))
         # Gradients flow through a frozen unit on all ranks or on none.

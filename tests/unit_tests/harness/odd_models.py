@@ -34,13 +34,19 @@ def shared_choice(x: torch.Tensor) -> int:
     return int(x[0, 0]) + 1
 
 
+def own_choice(x: torch.Tensor) -> int:
+    """0 or 1, different on neighbouring ranks, and between micro-batches."""
+    return int(x[0, 1])
+
+
 def marked_batches(steps: int, microbatches: int, ranks: int) -> Batches:
-    """Integer batches that carry what `shared_choice` reads."""
+    """Integer batches that carry what `shared_choice` and `own_choice` read."""
     batches = integer_batches(steps, microbatches, ranks)
     for step, by_microbatch in enumerate(batches):
         for number, by_rank in enumerate(by_microbatch):
-            for inputs, _ in by_rank:
+            for rank, (inputs, _) in enumerate(by_rank):
                 inputs[0, 0] = (step + number) % 3 - 1
+                inputs[0, 1] = (step + number + rank) % 2
     return batches
 
 
@@ -142,6 +148,19 @@ class Skipping(Stack):
             if number == 2 or is_chosen(x, number):
                 y = _recomputed(block, y, self.recompute)
         return y
+
+
+class Wandering(Stack):
+    """Every rank runs other units, some of them twice, in an order that changes from forward to forward."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=4)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        start = shared_choice(x)
+        for number in ((0, 1, 0), (3, 1, 1))[own_choice(x)]:
+            x = self.blocks[(start + number) % 4](x)
+        return x
 
 
 class Alternating(Stack):
@@ -343,6 +362,7 @@ BUILDERS: dict[str, tuple[Any, type]] = {
     "reversed": (Reversed, MLPBlock),
     "shuffled": (Shuffled, MLPBlock),
     "skipping": (Skipping, MLPBlock),
+    "wandering": (Wandering, MLPBlock),
     "alternating": (Alternating, MLPBlock),
     "choosy": (lambda: Choosy(hands_through=False), ChoosyBlock),
     "handing_through": (lambda: Choosy(hands_through=True), ChoosyBlock),

@@ -20,6 +20,24 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def graph_task() -> int:
+    """The graph task that runs now; another one inside it has another number."""
+    return torch._C._current_graph_task_id()
+
+
+def node_number() -> int:
+    """The sequence number of the node that the current graph task executes (torch 2.1 to 2.13).
+
+    Nodes made in one thread have ascending numbers, and a graph task executes the ready one with the highest first.
+    """
+    return torch._C._current_autograd_node()._sequence_nr()
+
+
+def next_sequence_number() -> int:
+    """The sequence number of the next node that this thread makes (torch 1.11 to 2.13)."""
+    return torch.autograd._get_sequence_nr()
+
+
 def awaits_gradient(leaf: torch.Tensor) -> bool:
     """True if the graph task that runs now will still bring, or has brought, a gradient to `leaf`.
 

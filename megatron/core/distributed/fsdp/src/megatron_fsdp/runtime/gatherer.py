@@ -84,10 +84,29 @@ class Gatherer:
                     group.refresh()
             unit.refresh_event = self._device.record_event()
 
+    def take_turn(self, unit: Unit) -> None:
+        """Takes part in a gather that all ranks make, readable though the unit may be here alone. **Collective**."""
+        if unit.is_ahead and not unit.needs_gather:
+            unit.is_ahead = False
+            return
+        if unit.gathers_weights and unit.is_unsharded:
+            self._gather_again(unit)
+        else:
+            self.gather(unit)
+
     def gather(self, unit: Unit) -> None:
         """Starts the gather of `unit` unless it is readable or on its way. **Collective**."""
-        if not unit.needs_gather and not unit.owes_gather:
-            return
+        if unit.needs_gather:
+            self._gather(unit, again=False)
+
+    def _gather_again(self, unit: Unit) -> None:
+        """Writes the same values to where they are; whoever reads them is made to wait."""
+        self._wait_for(unit)
+        self._stream.wait_stream(self._device.current_stream())
+        self._gather(unit, again=True)
+        self._wait_for(unit)
+
+    def _gather(self, unit: Unit, *, again: bool) -> None:
         self.refresh(unit)
         self._see_install()
         with self._device.use(self._stream):
@@ -95,8 +114,7 @@ class Gatherer:
                 unit.refresh_event.wait()
                 unit.refresh_event = None
             for group in unit.groups:
-                group.unshard(again=unit.owes_gather)
-            unit.owes_gather = False
+                group.unshard(again=again)
             unit.gather_event = self._device.record_event()
 
     def make_readable(self, unit: Unit) -> None:
@@ -108,6 +126,7 @@ class Gatherer:
     def release(self, unit: Unit) -> None:
         """Frees the gathered weights of `unit` once the work issued so far has read them."""
         unit.show_sharded()
+        unit.is_ahead = False
         if not any(group.is_unsharded and group.plan.gathers_weights for group in unit.groups):
             return
         self._wait_for(unit)  # it may have been prefetched and never used

@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from megatron_fsdp.machine.torch_compat import in_backward, uncompiled, version_of
+from megatron_fsdp.runtime.calls import Call
 from megatron_fsdp.runtime.moment import check_not_taken, end_interrupted_forward
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.stray_reads import explain
@@ -65,6 +66,7 @@ class _UnitHooks:
     def post_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         schedule, unit = self._alive()
         unit.check_weights()
+        call = unit.open_calls.pop() if unit.open_calls else None
         tensors = list(tensors_in(output))
         awaits_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         if awaits_backward:
@@ -72,9 +74,10 @@ class _UnitHooks:
             given = {id(value) for value in (*args, *kwargs.values()) if unit.left_alone(value)}
             own = [tensor for tensor in tensors if tensor.grad_fn is not None and id(tensor) not in given]
             if own:
-                register_multi_grad_hook(own, functools.partial(self.pre_backward, schedule.generation), mode="any")
+                hook = functools.partial(self.pre_backward, schedule.generation, call)
+                register_multi_grad_hook(own, hook, mode="any")
         if unit.phase is not Phase.BACKWARD:
-            schedule.post_forward(unit, awaits_backward=awaits_backward, lends=unit.lends(tensors))
+            schedule.post_forward(unit, call, awaits_backward=awaits_backward, lends=unit.lends(tensors))
 
     @uncompiled
     def after_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -86,7 +89,7 @@ class _UnitHooks:
                 explain(error, schedule.units)
             end_interrupted_forward(schedule)
 
-    def pre_backward(self, generation: int, grad: torch.Tensor) -> None:
+    def pre_backward(self, generation: int, call: Call | None, grad: torch.Tensor) -> None:
         schedule, unit = self._alive()
         if schedule.generation != generation:
             raise RuntimeError(
@@ -98,7 +101,7 @@ class _UnitHooks:
                 f"unit {unit.label} is differentiated with create_graph=True, whose second backward would read weights "
                 "that have been released by then; use zero_dp_strategy 2 or less for gradient penalties."
             )
-        schedule.pre_backward(unit)
+        schedule.pre_backward(unit, call)
 
     def _alive(self) -> tuple[Schedule, Unit]:
         schedule, unit = self.schedule(), self.unit()

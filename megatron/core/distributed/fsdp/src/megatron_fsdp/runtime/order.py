@@ -2,90 +2,148 @@
 
 from __future__ import annotations
 
+import bisect
+import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-import torch
-
-from megatron_fsdp.machine.collectives import all_gather
 from megatron_fsdp.runtime.unit import Unit
-from megatron_fsdp.state.flat_buffer import Axes
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The beginning (its gather) or the end (its reduction and release) of one unit's backward."""
+    """The beginning (its gather) or the end (its release) of the backward of one turn."""
 
     unit: Unit
+    turn: int | None
+    """Its number in the forward; None for the root."""
     is_entry: bool
+    releases: bool = False
+    """The end of a turn while no other one of the unit is between its entry and its end."""
+    reduces: bool = False
+    """The end of a unit's first turn: no more gradients will come."""
 
 
 class Order:
-    """Positions of all units in a forward and in the backward that mirrors it.
+    """The turns of a forward and the backward that mirrors it.
 
-    Autograd executes nodes in the reverse of the order in which forward made them. So when the gradient of a unit's
-    output arrives, the backward of everything that forward ran after that unit is over: whatever comes before a step
-    of `backward` can be done before it, on a rank that ran it and on a rank that did not.
+    A turn is one gather of one unit; a unit that forward calls several times has several. Autograd executes nodes in
+    the reverse of the order in which forward made them. So when the gradient of a call's output arrives, the backward
+    of everything that forward ran after that call is over: whatever comes before a step of `backward` can be done
+    before it, on a rank that made the call and on a rank that did not.
     """
 
-    def __init__(self, forward: Sequence[Unit], root: Unit):
+    def __init__(
+        self, forward: Sequence[Unit], root: Unit, ends: Sequence[int] | None = None, *, is_alike: bool = True
+    ):
         self.forward = list(forward)
-        """Every unit but the root, as their first calls begin."""
-        self.forward_index = {unit: index for index, unit in enumerate(self.forward)}
-        self.backward = list(_steps(root, _children(self.forward, root)))
-        """Entry and exit of every unit; those of units inside another one lie between its own."""
-        self.entry = {step.unit: index for index, step in enumerate(self.backward) if step.is_entry}
-        self.entries = [step.unit for step in self.backward if step.is_entry]
-        self.exits = [step.unit for step in self.backward if not step.is_entry]
+        """The unit of every turn. The root has none: it stays gathered."""
+        self.ends = list(range(len(self.forward)) if ends is None else ends)
+        """The last turn that began, on any rank, before the call of each turn had returned."""
+        self.is_alike = is_alike
+        """All ranks took all turns when the order was found."""
+        self._turns: dict[Unit, list[int]] = {}
+        for turn, unit in enumerate(self.forward):
+            self._turns.setdefault(unit, []).append(turn)
+        self.backward = [Step(root, None, is_entry=True), *self._steps()]
+        self.backward.append(Step(root, None, is_entry=False, releases=True, reduces=True))
+        """Entry and exit of every turn, as forward left and entered them, in reverse."""
+        self.entry = {step.turn: index for index, step in enumerate(self.backward) if step.is_entry}
+        """Step at which the backward of a turn begins."""
+        self.exits = [step.unit for step in self.backward if step.reduces]
+        """Every unit, in the order of reductions."""
         self.exit_number = {unit: number for number, unit in enumerate(self.exits)}
-        self._entry_number = {unit: number for number, unit in enumerate(self.entries)}
 
-    def entries_after(self, unit: Unit) -> Iterator[Unit]:
-        """The units that join backward whose entries follow that of `unit`."""
-        following = itertools.islice(self.entries, self._entry_number[unit] + 1, None)
-        return (other for other in following if other.joins_backward)
+    def next_turn(self, unit: Unit, start: int) -> int | None:
+        """The first turn of `unit` that is not before `start`; None if there is none."""
+        turns = self._turns[unit]
+        index = bisect.bisect_left(turns, start)
+        return turns[index] if index < len(turns) else None
+
+    def entries_from(self, start: int) -> Iterator[tuple[int, Unit]]:
+        """Number and unit of the steps from number `start` on at which something is gathered in backward.
+
+        Up to the first that must wait for an earlier release of the same unit.
+        """
+        released: set[Unit] = set()
+        for number, step in enumerate(itertools.islice(self.backward, start, None), start):
+            if step.releases:
+                released.add(step.unit)
+            elif step.is_entry and step.unit in released:
+                return
+            elif step.is_entry and step.unit.joins_backward:
+                yield number, step.unit
+
+    def _steps(self) -> Iterator[Step]:
+        closing: dict[int, list[int]] = {}
+        for turn, end in enumerate(self.ends):
+            closing.setdefault(end, []).append(turn)
+        entered: collections.Counter[Unit] = collections.Counter()
+        for turn in reversed(range(len(self.forward))):
+            for outer in closing.get(turn, ()):
+                entered[self.forward[outer]] += 1
+                yield Step(self.forward[outer], outer, is_entry=True)
+            unit = self.forward[turn]
+            entered[unit] -= 1
+            is_first = turn == self._turns[unit][0]
+            yield Step(unit, turn, is_entry=False, releases=not entered[unit], reduces=is_first)
 
 
-def agree(order: Order, ran: Sequence[Unit], axes: Axes, device: torch.device) -> Order:
-    """The order in which the rank that ran most units ran them, the first one among equals. **Collective**.
+def placed(part: Sequence[int], whole: Sequence[int]) -> list[int] | None:
+    """Where the items of `part` lie in `whole`, each as early as can be; None if it is no subsequence."""
+    places: list[int] = []
+    start = 0
+    for item in part:
+        place = next((index for index in range(start, len(whole)) if whole[index] == item), None)
+        if place is None:
+            return None
+        places.append(place)
+        start = place + 1
+    return places
 
-    Any order that all ranks share is correct; this one is also fast. Units that no rank ran keep their place in `order`
-    behind the one before them.
-    """
-    count = len(order.forward)
-    numbers = [order.forward_index[unit] for unit in ran]
-    longest = torch.tensor([len(ran), *numbers, *[0] * (count - len(ran))], dtype=torch.int64, device=device)
-    for axis in axes:
-        table = longest.repeat(axis.size)
-        all_gather(table, longest, axis)
-        rows = table.view(axis.size, count + 1)
-        longest = rows[int(rows[:, 0].argmax())].clone()
-    length, *agreed = longest.tolist()
-    agreed = agreed[:length]
+
+def merged(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    """A shortest sequence of which both are subsequences, by their longest common one."""
+    if placed(other, one) is not None:
+        return list(one)
+    # lengths[i][j]: of the longest common subsequence of one[i:] and other[j:]
+    lengths = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
+    for i, j in itertools.product(reversed(range(len(one))), reversed(range(len(other)))):
+        longer = max(lengths[i + 1][j], lengths[i][j + 1])
+        lengths[i][j] = lengths[i + 1][j + 1] + 1 if one[i] == other[j] else longer
+    result: list[int] = []
+    i = j = 0
+    while i < len(one) and j < len(other):
+        if one[i] == other[j]:
+            result.append(one[i])
+            i, j = i + 1, j + 1
+        elif lengths[i + 1][j] >= lengths[i][j + 1]:
+            result.append(one[i])
+            i += 1
+        else:
+            result.append(other[j])
+            j += 1
+    return [*result, *one[i:], *other[j:]]
+
+
+def completed(sequence: Sequence[int], count: int) -> list[int]:
+    """`sequence` with each of `count` numbers that it lacks, behind the first place of the number before."""
+    result = list(sequence)
     for number in range(count):
-        if number not in agreed:
-            agreed.insert(agreed.index(number - 1) + 1 if number else 0, number)
-    return Order([order.forward[number] for number in agreed], order.backward[0].unit)
+        if number not in result:
+            result.insert(result.index(number - 1) + 1 if number else 0, number)
+    return result
 
 
-def _children(forward: Sequence[Unit], root: Unit) -> dict[Unit, list[Unit]]:
-    """Units by the innermost unit whose module contains them, in forward order."""
-    by_fqn = {unit.fqn: unit for unit in forward}
-    children: dict[Unit, list[Unit]] = {}
-    for unit in forward:
-        name, parent = unit.fqn, root
-        while "." in name:
-            name = name.rpartition(".")[0]
-            if name in by_fqn:
-                parent = by_fqn[name]
-                break
-        children.setdefault(parent, []).append(unit)
-    return children
-
-
-def _steps(unit: Unit, children: dict[Unit, list[Unit]]) -> Iterator[Step]:
-    yield Step(unit, is_entry=True)
-    for child in reversed(children.get(unit, [])):
-        yield from _steps(child, children)
-    yield Step(unit, is_entry=False)
+def registered(units: Sequence[Unit], root: Unit) -> Order:
+    """One turn for each unit, as they are registered; those inside another one run inside it."""
+    ends = list(range(len(units)))
+    open_turns: list[int] = []
+    for turn, unit in enumerate(units):
+        while open_turns and not unit.fqn.startswith(units[open_turns[-1]].fqn + "."):
+            open_turns.pop()
+        open_turns.append(turn)
+        for outer in open_turns:
+            ends[outer] = turn
+    return Order(units, root, ends)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,10 +11,15 @@ from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.collectives import GradScale
 from megatron_fsdp.machine.device import Device
 from megatron_fsdp.machine.torch_compat import in_backward, on_backward_end
+from megatron_fsdp.runtime.backward_turns import BackwardTurns, Progress
+from megatron_fsdp.runtime.calls import Call, recomputed_call
+from megatron_fsdp.runtime.forward_turns import ForwardTurns
 from megatron_fsdp.runtime.gatherer import Gatherer, Prefetch
-from megatron_fsdp.runtime.order import Order, agree
+from megatron_fsdp.runtime.inquiry import Forum
+from megatron_fsdp.runtime.order import Order
 from megatron_fsdp.runtime.reducer import Reducer
 from megatron_fsdp.runtime.unit import Phase, Unit
+from megatron_fsdp.state.flat_buffer import Axes
 from megatron_fsdp.state.param_group import ParamGroup
 
 logger = logging.getLogger(__name__)
@@ -25,9 +29,9 @@ class Schedule:
     """Runs every unit's transitions at the right time; the same code on CUDA and CPU.
 
     All ranks communicate in one canonical order, `Order`, which does not depend on what a rank runs: a forward gathers
-    every unit in turn, a backward gathers and reduces them in turn. A rank that reaches a unit first does everything
-    that comes before it, with zero gradients for what it skipped. A rank may leave units out, but must run the others
-    in the order of all, and as often as the others do; gradients flow through a frozen unit on all ranks or on none.
+    turn by turn, a backward gathers and reduces in the mirrored order. A rank that reaches a unit first does everything
+    that comes before it, with zero gradients for what it skipped. A rank may leave calls out, but must make the others
+    in the order of all; gradients flow through a frozen unit on all ranks or on none.
     """
 
     def __init__(self, units: list[Unit], config: EngineConfig, device: Device, scales: dict[bool, GradScale]):
@@ -40,22 +44,21 @@ class Schedule:
         self._prefetch = Prefetch.of(config)
         # Memory that goes when the model does must not be handed out again while another stream still uses it.
         weakref.finalize(self, device.join, (*self._reducer.streams, *self._gatherer.streams)).atexit = False
-        self._order = Order([unit for unit in units if unit is not self.root], self.root)
+        others = [unit for unit in units if unit is not self.root]
+        self._turns = ForwardTurns(
+            Forum(others, _widest_axes(units), device.torch_device), self.root, self._gatherer, self._prefetch
+        )
         self._in_forward = False
         """The root's forward runs. Units may also be called outside it; then nothing is expected of the others."""
-        self._gathered = 0
-        """Units of the order that this forward has gathered once."""
-        self._passed = 0
-        """Units of the order that this forward has left behind."""
-        self._open: list[Unit] = []
-        """Units whose forward runs, outermost first, the root not counted."""
         self._lenders: dict[Unit, bool] = {}
         """Units that have returned views of their weights to a forward whose backward may come; False: none does."""
         self._awaited = 0
         """Backwards that forwards since the last install may bring."""
         self._in_backward = False
+        self._back = BackwardTurns(self._gatherer, self._prefetch, self._lenders, self._turns.known)
+        self._progress = Progress()
         self._cursor = 0
-        """Steps of the order's backward that are behind the unit whose turn it is."""
+        """Steps of the order's backward that are behind the call whose turn it is."""
         self._reduced = 0
         """Units of the order that this backward has reduced."""
         self._is_ending = False
@@ -67,8 +70,6 @@ class Schedule:
         self.model_auto_sync = False
         self.is_last_microbatch = True
         self.microbatch_count = 0
-        self._observed: dict[Unit, None] | None = {}
-        """Units in the order of their first calls, until the ranks have agreed on one."""
         self.taken_by: str | None = None
         """What shows parameters of its own in place of the schedule's; until it ends, no forward can run."""
         self.before_forward: Callable[[], None] = lambda: None
@@ -89,21 +90,20 @@ class Schedule:
         """The unit's module is about to run. **Collective**."""
         if self._in_backward:  # the last one raised before its end
             self._abandon_backward()
+        call = None
         if unit.is_root:
-            self._begin_forward()
+            call = self._begin_forward()
+            unit.note_call(call)
         elif self._in_forward:
-            unit.calls += 1
-            unit.callers.update(self._open)
-            self._open.append(unit)
-            if self._observed is not None:
-                self._observed.setdefault(unit)
-            self._walk_to(self._order.forward_index[unit])
+            call = self._turns.reach(unit)
+            unit.note_call(call)
+        unit.open_calls.append(call)
         unit.enter(Phase.FORWARD)
         self._gatherer.make_readable(unit)
         if self._in_forward:
-            self._gather_ahead(0 if unit.is_root else self._order.forward_index[unit] + 1)
+            self._turns.gather_ahead()
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self) -> Call:
         """A new forward of the whole model: gathers must see what the optimizer wrote on the current stream."""
         self._gatherer.follow()
         self._refresh_all()
@@ -111,42 +111,23 @@ class Schedule:
         if self._awaited <= 0:  # or else an earlier forward's backward still reads what it was lent
             self._lenders.clear()
             self._awaited = 0
-        self._gathered = self._passed = 0
-        self._open.clear()
         for unit in self.units:
-            unit.calls = 0
+            unit.open_calls = []
+        return self._turns.begin()
 
     def _refresh_all(self) -> None:
         """Starts what the last install left to the outer axis, of every unit in turn. **Collective**."""
-        for unit in (self.root, *self._order.forward):
+        for unit in (self.root, *self._turns.coming):
             self._gatherer.refresh(unit)
 
-    def _gather_ahead(self, index: int) -> None:
-        """Gathers what may be there when unit number `index` comes next, and everything before it. **Collective**."""
-        coming = itertools.islice(self._order.forward, index, None)
-        self._gather_first(index + len(self._prefetch.pick(coming)))
-
-    def _gather_first(self, count: int) -> None:
-        """Gathers the first `count` units of the order, each once in a forward. **Collective**."""
-        while self._gathered < min(count, len(self._order.forward)):
-            self._gatherer.gather(self._order.forward[self._gathered])
-            self._gathered += 1
-
-    def _walk_to(self, index: int) -> None:
-        """Takes part in what comes before unit number `index`, and releases what was not used. **Collective**."""
-        while self._passed < index:
-            self._gather_ahead(self._passed + 1)
-            unit = self._order.forward[self._passed]
-            if unit.phase is Phase.RESTING:  # or else it contains the one that is reached
-                self._gatherer.release(unit)
-            self._passed += 1
-        self._gather_first(index + 1)
-
-    def post_forward(self, unit: Unit, *, awaits_backward: bool, lends: bool) -> None:
+    def post_forward(self, unit: Unit, call: Call | None, *, awaits_backward: bool, lends: bool) -> None:
         """The unit's module has run. The root stays gathered until its backward is over, if one may come.
 
         So does a unit that `lends` its weights: what it returned views them.
         """
+        if call is not None:
+            call.carries_grad = awaits_backward
+            call.last = self._turns.latest
         if unit.is_root:
             self._end_forward()
             if awaits_backward:
@@ -155,10 +136,9 @@ class Schedule:
             for other in self.units:
                 other.enter(Phase.RESTING)
                 self._gatherer.release(other)
-            self._lenders = {lender: awaits for lender, awaits in self._lenders.items() if awaits}
+            for lender in [lender for lender, awaits in self._lenders.items() if not awaits]:
+                del self._lenders[lender]
             return
-        if self._open and self._open[-1] is unit:
-            self._open.pop()
         if lends and self._in_forward:
             self._lenders[unit] = awaits_backward or self._lenders.get(unit, False)
         else:
@@ -178,83 +158,94 @@ class Schedule:
     def forget_forward(self) -> None:
         """The forward of the whole model was interrupted; no more of it will come."""
         self._in_forward = False
-        self._open.clear()
 
     def _end_forward(self) -> None:
         if self._in_forward:
-            self._walk_to(len(self._order.forward))
+            self._turns.end()
             self._in_forward = False
-            self._agree_on_order()
+
+    @property
+    def _order(self) -> Order:
+        """What the backward that runs follows."""
+        return self._back.order
 
     # -- backward -----------------------------------------------------------------------------------------------
 
     def recompute_forward(self, unit: Unit) -> None:
         """The unit's module is about to run inside backward; it stays gathered for the backward that follows."""
         self._begin_backward()
-        if (unit.backwards + 1) % max(unit.calls, 1) == 0:
-            self._walk_back_before_recomputing(unit)
+        call = recomputed_call(unit, self._progress.node)
+        self._follow(call)
+        if call is not None and call.turn is not None:
+            self._walk_back_before_recomputing(call)
+        unit.open_calls.append(call)
         unit.enter(Phase.BACKWARD)
         self._gatherer.make_readable(unit)
 
-    def _walk_back_before_recomputing(self, unit: Unit) -> None:
-        """Ends what is over; if nothing before `unit` is to come, its own backward is what follows. **Collective**.
+    def _walk_back_before_recomputing(self, call: Call) -> None:
+        """Ends what is over; if nothing before `call` is to come, its own backward is what follows. **Collective**.
 
-        Recomputation over several units runs the first of them first: then those behind it are still to come, and
+        Recomputation over several calls repeats the first of them first: then those behind it are still to come, and
         without reentrance it begins in the middle of the last one's backward.
         """
-        entry = self._order.entry[unit]
+        entry = self._order.entry[call.turn]
         for number in range(self._cursor, entry):
-            step = self._order.backward[number]
-            if step.unit.is_expected_in_backward or (not step.is_entry and step.unit.awaits_grads()):
-                self._walk_back(number, unit)
+            if self._progress.is_to_come(self._order.backward[number]):
+                self._walk_back(number)
                 return
-        self._walk_back(entry + 1, unit)
+        self._walk_back(entry + 1)
 
     def _begin_backward(self) -> None:
         """**Collective**, if some unit lends its weights."""
-        if not self._in_backward:
-            self._join_gradients()
-            self._in_backward = True
-            self._is_ending = False
-            self._cursor = self._reduced = 0
-            on_backward_end(self.finish_backward)
-            for unit in self._lenders:  # others read their weights before their own turn comes
-                self._gatherer.make_readable(unit)
-                unit.owes_gather = True
+        if self._in_backward:
+            return
+        self._join_gradients()
+        self._in_backward = True
+        self._is_ending = False
+        self._back.restart(self._turns.known)
+        self._cursor = self._reduced = 0
+        self._progress.begin()
+        on_backward_end(self.finish_backward)
+        for unit in self._lenders:  # others read their weights before their own turn comes
+            self._gatherer.make_readable(unit)
 
-    def pre_backward(self, unit: Unit) -> None:
-        """The gradient of the unit's output is there. **Collective**."""
+    def pre_backward(self, unit: Unit, call: Call | None) -> None:
+        """The gradient of the output of a unit's `call` is there. **Collective**."""
         self._begin_backward()
-        if unit.is_root:  # again, if several forwards share one backward
-            self._cursor = 0
-            for other in self.units:
-                other.backwards = 0
-        unit.joins_backward = True
-        unit.backwards += 1
-        # Of a unit that was called several times, the first call's backward comes last.
-        if unit.backwards % max(unit.calls, 1) == 0:
-            # One that is behind already comes in another order, or again.
-            self._cursor = min(self._cursor, self._order.entry[unit])
-            self._walk_back(self._order.entry[unit] + 1, unit)
+        unit.is_in_backward = True
+        self._follow(call)
+        if unit.is_root:
+            self._walk_back(1)
+        elif call is not None:
+            self._walk_back_to(call)
         unit.enter(Phase.BACKWARD)
         self._gatherer.make_readable(unit)
 
-    def _walk_back(self, stop: int, reached: Unit | None = None) -> None:
-        """Takes the steps of the order's backward before number `stop`, where `reached` begins. **Collective**."""
+    def _follow(self, call: Call | None) -> None:
+        """Starts anew if `call` belongs to another forward: several may share one backward."""
+        if call is not None and self._progress.follow(call.forward):
+            self._cursor = 0
+            self._back.restart(call.forward.order or self._turns.known)
+
+    def _walk_back_to(self, call: Call) -> None:
+        """Ends everything that forward ran after `call`. **Collective**."""
+        # What is behind already comes in another order, or shares its output with a call inside it.
+        before = self._order.entry[call.place - 1] if call.turn is None else self._order.entry[call.turn] + 1
+        self._walk_back(before)
+
+    def _walk_back(self, stop: int) -> None:
+        """Takes the steps of the order's backward before number `stop`. **Collective**."""
         while self._cursor < stop:
             step = self._order.backward[self._cursor]
             self._cursor += 1
-            unit = step.unit
-            if not unit.joins_backward:
-                continue
             if step.is_entry:
-                self._gatherer.gather(unit)
-                for following in self._prefetch.pick(self._order.entries_after(unit)):
-                    self._gatherer.gather(following)
-            elif reached is None or unit not in reached.callers:
-                if unit not in self._lenders:
-                    self._end_unit(unit)
-                self._reduce_through(self._order.exit_number[unit])
+                self._back.gather_before(self._cursor)
+                self._back.gather_ahead(self._cursor)
+                continue
+            if step.releases and step.unit not in self._lenders:
+                self._end_unit(step.unit)
+            if step.reduces:
+                self._reduce_through(self._order.exit_number[step.unit])
 
     def _end_unit(self, unit: Unit) -> None:
         if unit.phase is Phase.BACKWARD:
@@ -297,7 +288,7 @@ class Schedule:
 
     def _reduce_strays(self) -> bool:
         """Reduces gradients that came after their unit's reduction; says if there were any. **Collective**."""
-        late = [unit for unit in self._order.exits if unit.has_stray_grads()]
+        late = [unit for unit in self._turns.known.exits if unit.has_stray_grads()]
         for unit in late:
             self._reduce(unit)
         return bool(late)
@@ -307,8 +298,8 @@ class Schedule:
         self._awaited -= 1
         for unit in self.units:
             self._end_unit(unit)
-            unit.backwards = 0
-            unit.owes_gather = False
+            unit.joins_backward |= unit.is_in_backward
+            unit.is_in_backward = False
 
     def _abandon_backward(self) -> None:
         """Forgets a backward that was interrupted by an exception, and its gradients."""
@@ -321,7 +312,7 @@ class Schedule:
 
     def finalize_open(self) -> None:
         """Starts every reduction that was deferred to the end of the cycle. **Collective**."""
-        for unit in self._order.exits:
+        for unit in self._turns.known.exits:
             self._reducer.finalize(unit)
 
     def finish_reductions(self) -> None:
@@ -359,8 +350,9 @@ class Schedule:
         self._gatherer.follow()
         self._refresh_all()
         self._gatherer.gather(self.root)
-        for unit in self._prefetch.pick(self._order.forward):
+        for unit in self._prefetch.pick(self._turns.coming):
             self._gatherer.gather(unit)
+            unit.is_ahead = True
 
     def gather_all(self) -> None:
         """Rebuilds every resting weight that is not current. **Collective**."""
@@ -386,12 +378,8 @@ class Schedule:
         for unit in self.units:
             self._end_unit(unit)
 
-    def _agree_on_order(self) -> None:
-        """After the first forward, all ranks adopt the order in which units ran. **Collective** once."""
-        if self._observed is None:
-            return
-        ran, self._observed = list(self._observed), None
-        if len(self._order.forward) > 1:
-            facts = [group.facts for unit in self.units for group in unit.groups]
-            axes = min(facts, key=lambda fact: fact.is_expert).axes  # those of experts need not reach all ranks
-            self._order = agree(self._order, ran, axes, self.device.torch_device)
+
+def _widest_axes(units: list[Unit]) -> Axes:
+    """Axes that reach all ranks; those of experts need not."""
+    facts = [group.facts for unit in units for group in unit.groups]
+    return min(facts, key=lambda fact: fact.is_expert).axes if facts else ()

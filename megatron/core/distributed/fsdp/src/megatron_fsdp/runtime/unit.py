@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import weakref
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,6 +16,9 @@ from megatron_fsdp.machine.device import Event
 from megatron_fsdp.machine.torch_compat import awaits_gradient, storage_id, version_of
 from megatron_fsdp.state.param_group import ParamGroup
 from megatron_fsdp.state.tensor_parallel import local_part
+
+if TYPE_CHECKING:
+    from megatron_fsdp.runtime.calls import Call
 
 
 class Phase(enum.Enum):
@@ -96,17 +100,16 @@ class Unit:
         self.refresh_event: Event | None = None
         self.gathered_numel = sum(group.layout.size for group in groups if group.plan.gathers_weights)
         """Elements of the weights that are there only while it computes, padding included."""
-        self.owes_gather = False
-        """Readable, but to be gathered in its turn all the same, for ranks on which it is not."""
         self._storages = {storage for group in groups for storage in group.gathered_storages}
-        self.calls = 0
-        """Forward calls inside the root's last forward."""
-        self.backwards = 0
-        """Calls whose output's gradient has arrived in this backward."""
-        self.callers: set[Unit] = set()
-        """Units in whose forward it has been called, however it is registered."""
+        self._calls: list[weakref.ref[Call]] = []
+        self.open_calls: list[Call | None] = []
+        """Its forwards that have not ended, the innermost one last; None for one outside the root's."""
+        self.is_ahead = False
+        """Gathered before the forward began in which its turn is."""
         self.joins_backward = bool(self.trainable)
-        """Takes part in every backward; a frozen unit only once gradients have been seen to flow through it."""
+        """Has a turn in every backward; a frozen unit only after one in which gradients have flowed through it."""
+        self.is_in_backward = False
+        """Gradients flow through it in the backward that runs."""
         self.input_versions: dict[int, int] = {}
         """Version counters of the tensors that the forward in progress was given."""
         self._unwritable = [raw for group in groups if group.loses_writes for raw in group.params]
@@ -141,9 +144,19 @@ class Unit:
         return all(group.is_unsharded for group in self.groups)
 
     @property
-    def is_expected_in_backward(self) -> bool:
-        """More of its own backward will come on this rank."""
-        return self.calls > self.backwards and self.joins_backward
+    def is_held(self) -> bool:
+        """It will be released before its next turn, which must not be taken yet."""
+        return self.gathers_weights and self.is_unsharded and not self.is_ahead
+
+    @property
+    def calls(self) -> list[Call]:
+        """Its forwards inside the root's, in their order, as long as their backward may come."""
+        return [call for call in (ref() for ref in self._calls) if call is not None]
+
+    def note_call(self, call: Call) -> None:
+        """Remembers a forward that has begun."""
+        self._calls = [ref for ref in self._calls if ref() is not None]
+        self._calls.append(weakref.ref(call))
 
     def note_weights(self) -> None:
         """Remembers the weights that a forward must not change."""

@@ -1,0 +1,205 @@
+"""The gathers of a forward: each in its turn, in one order on all ranks."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megatron_fsdp.runtime.calls import Call, Forward
+from megatron_fsdp.runtime.gatherer import Gatherer, Prefetch
+from megatron_fsdp.runtime.inquiry import Forum
+from megatron_fsdp.runtime.order import Order, completed, merged, placed, registered
+from megatron_fsdp.runtime.unit import Phase, Unit
+
+#: An order that would become longer than this many times what the first forward needed is not kept.
+_MOST_GROWTH = 2
+
+
+class ForwardTurns:
+    """Gathers for a call of a unit everything whose turn comes before it, and then the unit.
+
+    In the first forward with a graph, and in the first without, the ranks ask each other before every gather which one
+    is next (`Forum`). Afterwards they tell each other what they needed, and make of it one sequence in which every rank
+    finds that in its order; from then on they follow it without asking.
+
+    If they ran different units, a later forward may need what the sequence lacks, on some ranks only. Then they ask
+    each other again once the sequence is through, which costs every forward one question, and its backward another.
+    """
+
+    def __init__(self, forum: Forum, root: Unit, gatherer: Gatherer, prefetch: Prefetch):
+        self._forum = forum
+        self._root = root
+        self._gatherer = gatherer
+        self._prefetch = prefetch
+        self._registered = registered(forum.units, root)
+        self._orders: dict[bool, Order] = {} if forum.units else dict.fromkeys((True, False), self._registered)
+        """By whether forward is recorded: an evaluation may call other things than training."""
+        self._longest: dict[bool, int] = {}
+        """Turns that an order may have."""
+        self._order: Order | None = None
+        """Of the forward that runs; None in the first."""
+        self._is_asking = True
+        """Nothing is known of what comes next."""
+        self._has_asked = False
+        """Something has been gathered since."""
+        self._root_call = Call(Forward())
+        self._gathered = 0
+        """Turns of the order whose gather has been started."""
+        self._begun = 0
+        """Turns of the order that have begun or have been left out."""
+
+    @property
+    def known(self) -> Order:
+        """The order of training; that of registration until the ranks have found it."""
+        return self._orders.get(True, self._registered)
+
+    @property
+    def coming(self) -> Sequence[Unit]:
+        """What a forward that begins now would gather, in its order."""
+        return self._orders.get(torch.is_grad_enabled(), self._registered).forward
+
+    def begin(self) -> Call:
+        """A forward of the whole model begins; gives the root's call."""
+        self._order = self._orders.get(torch.is_grad_enabled())
+        self._is_asking = self._order is None
+        self._has_asked = False
+        self._gathered = self._begun = 0
+        self._root_call, self._called = Call(Forward()), []
+        return self._root_call
+
+    def reach(self, unit: Unit) -> Call:
+        """The unit is about to run: takes every turn before its own, and its own. **Collective**."""
+        call = self._reach(unit)
+        self._root_call.inner.append(call)
+        self._called.append(self._forum.units.index(unit))
+        return call
+
+    def _reach(self, unit: Unit) -> Call:
+        forward = self._root_call.forward
+        turn = None if self._is_asking else self._order.next_turn(unit, self._begun)
+        if turn is not None:
+            self._walk_to(turn)
+            self._begun = turn + 1
+            return Call(forward, turn=turn)
+        if self._is_known_alike:  # all ranks come here, and here
+            return Call(forward, turn=None, place=self._begun)
+        self._follow_to_its_end()
+        self._ask(unit)
+        return Call(forward, turn=None)
+
+    @property
+    def latest(self) -> int:
+        """The number of the last call that has begun."""
+        return len(self._root_call.inner) - 1
+
+    def gather_ahead(self) -> None:
+        """Starts the gathers of what may come next. **Collective**."""
+        if not self._is_asking:
+            self._gather_from(self._begun)
+
+    def end(self) -> None:
+        """The forward is over: takes the turns that are left, and notes the order of all of them. **Collective**."""
+        self._follow_to_its_end()
+        self._root_call.forward.order = self._order if self._is_known_alike else self._found()
+
+    @property
+    def _is_known_alike(self) -> bool:
+        return self._order is not None and self._order.is_alike
+
+    def _found(self) -> Order:
+        """The order of a forward in which ranks may have run different units, which may be that of those to come."""
+        self._ask(None)
+        calls, before = self._root_call.inner, self._order
+        if before is not None and not self._has_asked:
+            ends = self._agreed_ends(len(before.forward))
+            if ends == before.ends:
+                return before
+            units, is_alike = before.forward, False
+        else:
+            everyone = self._forum.every(self._called)
+            is_alike = before is None and len(everyone) == 1
+            numbers = completed(self._merged(everyone), len(self._forum.units))
+            for call, turn in zip(calls, placed(self._called, numbers), strict=True):
+                call.turn = turn
+            units = [self._forum.units[number] for number in numbers]
+            ends = self._agreed_ends(len(units))
+        if before is None:
+            self._find_carriers()
+        return self._kept(Order(units, self._root, ends, is_alike=is_alike))
+
+    def _merged(self, everyone: list[list[int]]) -> list[int]:
+        """Numbers of units in an order in which every rank finds its calls, and what was known before."""
+        known = [] if self._order is None else [self._forum.units.index(unit) for unit in self._order.forward]
+        return functools.reduce(merged, everyone, known)
+
+    def _kept(self, order: Order) -> Order:
+        """Lets forwards to come follow `order` too, unless that would be too much."""
+        is_recorded = torch.is_grad_enabled()
+        longest = self._longest.setdefault(is_recorded, _MOST_GROWTH * len(order.forward))
+        if len(order.forward) <= longest:
+            self._orders[is_recorded] = order
+        return order
+
+    def _agreed_ends(self, count: int) -> list[int]:
+        """For each of `count` turns the last one that any rank began inside it. **Collective**."""
+        ends, calls = list(range(count)), self._root_call.inner
+        for call in calls:
+            ends[call.turn] = max(ends[call.turn], calls[call.last].turn)
+        return self._forum.highest(ends)
+
+    def _find_carriers(self) -> None:
+        """Gives a turn in backward to every unit through which gradients flow on some rank, frozen though it may be."""
+        units = self._forum.units
+        carries = [unit.joins_backward or any(call.carries_grad for call in unit.calls) for unit in units]
+        for unit, joins in zip(units, self._forum.either(carries), strict=True):
+            unit.joins_backward = joins
+
+    def _follow_to_its_end(self) -> None:
+        """Takes what is left of the order; from now on the ranks ask each other."""
+        if not self._is_asking:
+            self._walk_to(len(self._order.forward))
+            self._is_asking = True
+
+    def _ask(self, wanted: Unit | None) -> None:
+        """Gathers what the ranks ask for until it is what this one wants; without a wish, until none has one."""
+        while True:
+            unit = self._forum.next_unit(wanted)
+            if unit is None:
+                return
+            self._has_asked = True
+            self._gatherer.take_turn(unit)
+            if unit is wanted:
+                return
+            self._leave_out(unit)
+
+    def _walk_to(self, turn: int) -> None:
+        """Takes the turns before number `turn`, releasing what was not used, and gathers for that one."""
+        while self._begun < turn:
+            self._gather_from(self._begun + 1)
+            self._leave_out(self._order.forward[self._begun])
+            self._begun += 1
+        self._gather_first(turn + 1)
+
+    def _leave_out(self, unit: Unit) -> None:
+        if unit.phase is Phase.RESTING:  # or else it contains the one that is reached, or was called before
+            self._gatherer.release(unit)
+
+    def _gather_from(self, start: int) -> None:
+        """Takes the turns before number `start`, and starts what may be gathered when that one comes next."""
+        self._gather_first(start)
+        self._gather_first(start + len(self._prefetch.pick(self._free(start))))
+
+    def _gather_first(self, count: int) -> None:
+        """Takes the first `count` turns, each once in a forward."""
+        while self._gathered < min(count, len(self._order.forward)):
+            self._gatherer.take_turn(self._order.forward[self._gathered])
+            self._gathered += 1
+
+    def _free(self, start: int) -> Iterator[Unit]:
+        """The units of the turns from number `start` on, until one that is to be released before its turn."""
+        started = itertools.islice(self._order.forward, start, self._gathered)
+        rest = itertools.islice(self._order.forward, max(start, self._gathered), None)
+        return itertools.chain(started, itertools.takewhile(lambda unit: not unit.is_held, rest))
