@@ -12,15 +12,21 @@ latest, or that of --step.
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.training.checkpoint import manifest
 from megatron.training.checkpoint.compare_entries import compare_entries
-from megatron.training.checkpoint.damage import changed_files, damage, in_words
+from megatron.training.checkpoint.damage import in_words
 from megatron.training.checkpoint.entries import ARGUMENTS, Entry, Source, checkpoint_folder, open_source
 from megatron.training.checkpoint.forms import to_megatron_lm, to_plain, to_stored
+from megatron.training.checkpoint.records import damage_of_content
 from megatron.training.checkpoint.write_entries import write_file, write_folder
+
+_EXIT_BROKEN_PIPE = 141
+"""128 and the number of SIGPIPE, as shells count."""
 
 
 class _Progress:
@@ -82,10 +88,7 @@ def _short(value: object) -> str:
 
 def verify(options: argparse.Namespace) -> int:
     """Says whether the files are whole and every tensor can be read."""
-    if not options.checkpoint.is_file():
-        folder = checkpoint_folder(options.checkpoint, options.step)
-        if problem := damage(folder) or in_words(changed_files(folder, 0, 1)):
-            raise ValueError(f"{folder}: {problem}")
+    where = _checked(options)
     source = open_source(options.checkpoint, options.step)
     progress = _Progress(source)
     for name, value in source.items():
@@ -97,10 +100,20 @@ def verify(options: argparse.Namespace) -> int:
                 )
             progress(name, value.nbytes)
     progress.end()
-    print(
-        f"{options.checkpoint}: whole, {sum(isinstance(value, Entry) for value in source.values())} tensors can be read"
-    )
+    count = sum(isinstance(value, Entry) for value in source.values())
+    by_torch = "" if (where / manifest.MANIFEST).exists() else " as far as torch's own checksums tell"
+    print(f"{options.checkpoint}: whole{by_torch}, {count} tensors can be read")
     return 0
+
+
+def _checked(options: argparse.Namespace) -> Path:
+    """The file or folder that is meant. ValueError if it was changed since it was written."""
+    where = options.checkpoint
+    if not where.is_file():
+        where = checkpoint_folder(where, options.step)
+    if problem := in_words(list(damage_of_content(where))):
+        raise ValueError(f"{where}: {problem}")
+    return where
 
 
 def diff(options: argparse.Namespace) -> int:
@@ -115,6 +128,8 @@ def diff(options: argparse.Namespace) -> int:
 
 def convert(options: argparse.Namespace) -> int:
     """Writes a checkpoint in another form."""
+    if options.verify_checksums:
+        _checked(options)
     source = open_source(options.checkpoint, options.step)
     if options.to == "torch":
         plain = to_plain(source)
@@ -159,6 +174,12 @@ def parser() -> argparse.ArgumentParser:
     converted.add_argument(
         "--swiglu", action="store_true", help="the model's MLPs are gated (--swiglu); only for a state dict of others"
     )
+    converted.add_argument(
+        "--no-verify-checksums",
+        dest="verify_checksums",
+        action="store_false",
+        help="do not read all files once more before, to refuse what was damaged",
+    )
     for each in (shown, verified, converted):
         each.add_argument("--step", type=int, help="this iteration, not the latest")
     return parser
@@ -168,7 +189,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; 0 if all is well, 1 if checkpoints differ, 2 if one cannot be read or written."""
     options = parser().parse_args(argv)
     try:
-        return options.function(options)
+        code = options.function(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # As of `| head`: who reads has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends.
+        return _EXIT_BROKEN_PIPE
     except (ValueError, OSError) as error:
         print(f"checkpoint: error: {error}", file=sys.stderr)
         return 2

@@ -29,6 +29,8 @@ def from_bytes(data: bytes) -> dict[str, FileFacts]:
         raise ValueError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
     if version != _VERSION:
         raise ValueError(f"{MANIFEST} has version {version}, expected {_VERSION}")
+    if outside := [name for name in files if Path(name).name != name or name == ".."]:
+        raise ValueError(f"{MANIFEST} names the file {outside[0]!r}, which is not in the checkpoint")
     if checksum != _own_checksum(listed):
         raise ValueError(f"{MANIFEST} was changed after it was written")
     return files

@@ -125,7 +125,7 @@ def read_metadata(folder: Path) -> Metadata:
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise ValueError(f"{METADATA} is no index of a checkpoint but {type(metadata).__name__}")
     for piece in metadata.storage_data.values():
-        if Path(piece.relative_path).name != piece.relative_path:
+        if Path(piece.relative_path).name != piece.relative_path or piece.relative_path == "..":
             raise ValueError(f"{METADATA} names the file {piece.relative_path!r}, which is not in the checkpoint")
     return metadata
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron.training.checkpoint import manifest
@@ -71,7 +71,9 @@ class _ReadingPlanner(DefaultSavePlanner):
 def write_folder(source: Source, root: Path, progress: Progress = _no_progress) -> Path:
     """Writes `source` below the new folder `root`, as `--load` reads it; the checkpoint's own folder.
 
-    Raises ValueError if `root` exists.
+    Raises:
+        ValueError: `root` exists, or `source` cannot be read.
+        OSError: it cannot be written.
     """
     iteration = source.get("iteration")
     shapes = {name: _of_no_memory(value) for name, value in source.items()}
@@ -80,16 +82,27 @@ def write_folder(source: Source, root: Path, progress: Progress = _no_progress) 
         folder.mkdir(parents=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process")
-            dcp.save(
-                shapes,
-                storage_writer=FileSystemWriter(str(folder), thread_count=1),
-                planner=_ReadingPlanner(source, progress),
-                no_dist=True,
-            )
+            try:
+                dcp.save(
+                    shapes,
+                    storage_writer=FileSystemWriter(str(folder), thread_count=1),
+                    planner=_ReadingPlanner(source, progress),
+                    no_dist=True,
+                )
+            except CheckpointException as error:
+                raise _cause(error) from error
         files = {path.name: facts_of(path) for path in folder.iterdir()}
         (folder / manifest.MANIFEST).write_bytes(manifest.to_bytes(files))
         (partial / TRACKER).write_text(RELEASE if iteration is None else str(iteration), encoding="utf-8")
     return root / folder.name
+
+
+def _cause(error: CheckpointException) -> Exception:
+    """What could not be read or written, which torch has wrapped or covered up with an error of its own."""
+    cause: BaseException | None = next(iter(error.failures.values()))[0]
+    while cause is not None and not isinstance(cause, (OSError, ValueError)):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
 
 
 def _of_no_memory(value: Any) -> Any:
@@ -99,18 +112,33 @@ def _of_no_memory(value: Any) -> Any:
 def write_file(plain: Source, path: Path, progress: Progress = _no_progress) -> None:
     """Writes the plain form as a file that `torch.load(path, weights_only=True)` gives back as a nested dict.
 
-    The file is made with gaps for the elements, which are then filled in place. ValueError if `path` exists.
+    The file is made with gaps for the elements, which are then filled in place.
+
+    Raises:
+        ValueError: `path` exists, or `plain` cannot be read.
+        OSError: it cannot be written.
     """
     with _appearing(path) as partial:
         with FakeTensorMode():
             tree = nested({name: _of_no_device(value) for name, value in plain.items()})
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(tree, partial)
+        _save_with_gaps(tree, partial)
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
             gaps = torch.load(partial, mmap=True, weights_only=True)
         _fill(nested(plain), gaps, "", progress)
         del gaps
         _correct_checksums(partial)
+
+
+def _save_with_gaps(tree: dict[str, Any], path: Path) -> None:
+    path.touch()  # Where this fails, torch would not say why.
+    try:
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(tree, path)
+    except RuntimeError as error:
+        raise OSError(f"{path} cannot be written; is there space for it? ({error})") from error
+    with open(path, "r+b") as stream:
+        # Writing to a gap for which the disk has no space would kill the process.
+        os.posix_fallocate(stream.fileno(), 0, path.stat().st_size)
 
 
 def _of_no_device(value: Any) -> Any:

@@ -1,12 +1,19 @@
 """`tools/checkpoint.py` on checkpoints that are written here by torch alone."""
 
 import argparse
+import contextlib
+import errno
 import importlib.util
 import json
+import os
 import pickle
+import resource
+import sys
 import weakref
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -162,6 +169,74 @@ def test_verify_reads_every_tensor(folder, tmp_path, capsys):
     data.write_bytes(whole[:-1000])
     assert TOOL.main(["verify", str(copy)]) == 2
     assert f"{data.name} has {len(whole) - 1000} of {len(whole)} bytes" in capsys.readouterr().err
+
+
+def flipped(path: Path, at: bytes) -> None:
+    """Changes a byte inside of `at`, which the file holds once."""
+    data = path.read_bytes()
+    assert data.count(at) == 1
+    path.write_bytes(data.replace(at, bytes([at[0] ^ 1]) + at[1:]))
+
+
+def test_what_was_damaged_is_neither_whole_nor_converted(folder, tmp_path, capsys):
+    """Sizes are as they were, torch reads it, and without a look at checksums the copy would have good ones."""
+    weights = stored()[f"model.module.{FC1}_w"].numpy().tobytes()
+    file, back = tmp_path / "model.pt", tmp_path / "back"
+    assert TOOL.main(["convert", str(folder), str(file), "--to", "torch"]) == 0
+    assert TOOL.main(["convert", str(file), str(back), "--to", "fsdp_dtensor"]) == 0
+    flipped(file, weights)
+    flipped(back / "iter_0000003" / "__0_0.distcp", weights)
+    told = {file: "model.pt is not what was written (the checksum of", back: "__0_0.distcp is not what was written"}
+    for path, message in told.items():
+        assert TOOL.main(["verify", str(path)]) == 2
+        assert TOOL.main(["convert", str(path), str(tmp_path / "new"), "--to", "fsdp_dtensor"]) == 2
+        assert capsys.readouterr().err.count(message) == 2
+    (back / "iter_0000003" / "manifest.json").unlink()
+    assert TOOL.main(["verify", str(back)]) == 2
+    assert f"model.module.{FC1}_w is not what was written (the checksum of" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "model.pt"]
+    as_it_is = ["convert", str(back), str(tmp_path / "new"), "--to", "fsdp_dtensor", "--no-verify-checksums"]
+    assert TOOL.main(as_it_is) == 0
+    assert TOOL.main(["verify", str(folder)]) == 0
+    assert "whole as far as torch's own checksums tell, 9 tensors" in capsys.readouterr().out, "there is no manifest"
+
+
+@contextlib.contextmanager
+def files_up_to(nbytes: int) -> Iterator[None]:
+    """Inside, the system refuses to write more to a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_cannot_be_written_is_one_line_and_leaves_nothing(folder, tmp_path, capsys):
+    targets = {
+        form: ["convert", str(folder), str(tmp_path / "new"), "--to", form] for form in ("torch", "fsdp_dtensor")
+    }
+    with files_up_to(2000):
+        assert [TOOL.main(command) for command in targets.values()] == [2, 2]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and "cannot be written; is there space for it?" in said[0] and "File too large" in said[1]
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(os, "posix_fallocate", side_effect=full):  # The file has gaps, which need no space yet.
+        assert TOOL.main(targets["torch"]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    file = tmp_path / "file"
+    file.touch()
+    assert TOOL.main(["convert", str(folder), str(file / "new.pt"), "--to", "torch"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(folder, monkeypatch, capsys):
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert TOOL.main(["inspect", str(folder), "--json"]) == 141
+    assert capsys.readouterr().err == ""
 
 
 def test_mistakes_are_one_line(folder, tmp_path, capsys):

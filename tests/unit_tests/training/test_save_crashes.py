@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import pickle
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
+from megatron.training.checkpoint import manifest
 from megatron.training.checkpoint.damage import changed_files, damage
-from megatron.training.checkpoint.disk import Disk
+from megatron.training.checkpoint.disk import Disk, FileFacts
 from megatron.training.checkpoint.files import FilesWriter, described
 from megatron.training.checkpoint.paths import TRACKER, all_hidden, folder_to_load, read_tracker
 from megatron.training.checkpoint.publish import begin, publish, retain
@@ -166,6 +168,26 @@ def test_a_damaged_manifest_is_named_and_foreign_files_too(saved, tmp_path):
     assert damage(folder) == "manifest.json was changed after it was written"
     (folder / "manifest.json").write_text(text[:50])
     assert damage(folder).startswith("manifest.json cannot be read")
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../iter_0000020/.metadata", ".."])
+def test_a_manifest_names_no_file_elsewhere(tmp_path, name):
+    """Reading the first for its checksum would never end."""
+    (tmp_path / "manifest.json").write_bytes(manifest.to_bytes({name: FileFacts(nbytes=0, checksum="")}))
+    assert damage(tmp_path) == f"manifest.json names the file {name!r}, which is not in the checkpoint"
+
+
+def test_a_file_that_the_system_cuts_off_is_told_in_its_words(tmp_path):
+    """torch covers its error up with one about positions in the file."""
+    values = {f"weight{number}": torch.randn(500) for number in range(5)}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4777, before[1]))
+    try:
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save(values, storage_writer=FilesWriter(tmp_path, Disk()), no_dist=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.failures[0][0].errno == errno.EFBIG
 
 
 def test_a_partial_checkpoint_of_a_living_run_is_left_alone(tmp_path):
