@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
 
 from megatron.training.checkpoint.nested import flattened
 from megatron.training.checkpoint.paths import TRACKER, folder_to_load
@@ -87,9 +87,7 @@ def _reader(folder: Path, metadata: Metadata, name: str) -> Callable[[], torch.T
 
 def _read_tensor(folder: Path, metadata: Metadata, name: str) -> torch.Tensor:
     there = metadata.state_dict_metadata[name]
-    if sum(math.prod(chunk.sizes) for chunk in there.chunks) != math.prod(there.size):
-        raise ValueError(f"the chunks of {name} do not make up its shape {tuple(there.size)}")
-    parts = ((chunk, _read_chunk(folder, metadata, MetadataIndex(name, chunk.offsets))) for chunk in there.chunks)
+    parts = ((chunk, _read_chunk(folder, metadata, name, chunk)) for chunk in there.chunks)
     if len(there.chunks) == 1:
         return next(parts)[1].reshape(there.size)
     whole = torch.empty(there.size, dtype=there.properties.dtype)
@@ -99,14 +97,19 @@ def _read_tensor(folder: Path, metadata: Metadata, name: str) -> torch.Tensor:
     return whole
 
 
-def _read_chunk(folder: Path, metadata: Metadata, index: MetadataIndex) -> torch.Tensor:
+def _read_chunk(folder: Path, metadata: Metadata, name: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
+    index = MetadataIndex(name, chunk.offsets)
     # Some writers leave out the offsets of a tensor that is whole.
     index = index if index in metadata.storage_data else MetadataIndex(index.fqn)
     try:
         stored = stored_bytes(folder, metadata, index)
-        return torch.load(io.BytesIO(stored), weights_only=True, map_location="cpu")
+        part = torch.load(io.BytesIO(stored), weights_only=True, map_location="cpu")
     except Exception as error:  # noqa: BLE001  (damaged bytes can raise anything)
-        raise ValueError(f"{index.fqn} in {folder} cannot be read ({error!r})") from error
+        raise ValueError(f"{name} in {folder} cannot be read ({error!r})") from error
+    dtype = metadata.state_dict_metadata[name].properties.dtype
+    if not isinstance(part, torch.Tensor) or part.shape != chunk.sizes or part.dtype != dtype:
+        raise ValueError(f"{name} in {folder} is not what {METADATA} says: {tuple(chunk.sizes)} {dtype}")
+    return part
 
 
 def read_file(path: Path) -> Source:

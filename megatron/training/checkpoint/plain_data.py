@@ -20,6 +20,8 @@ import torch.distributed.checkpoint.metadata as dcp_metadata
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
+from megatron.training.checkpoint.index import check_index
+
 METADATA = ".metadata"
 
 
@@ -122,11 +124,7 @@ def read_metadata(folder: Path) -> Metadata:
             metadata = _Allowed(stream, _OF_METADATA).load()
         except Exception as error:  # noqa: BLE001  (damaged bytes can raise anything)
             raise ValueError(f"{METADATA} cannot be read ({error!r})") from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise ValueError(f"{METADATA} is no index of a checkpoint but {type(metadata).__name__}")
-    for piece in metadata.storage_data.values():
-        if Path(piece.relative_path).name != piece.relative_path or piece.relative_path == "..":
-            raise ValueError(f"{METADATA} names the file {piece.relative_path!r}, which is not in the checkpoint")
+    check_index(metadata, METADATA)
     return metadata
 
 
