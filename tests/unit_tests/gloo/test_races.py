@@ -105,7 +105,7 @@ def _make_room_at_once(reducer: Any, group: Any) -> None:
 
 
 @contextlib.contextmanager
-def _along_outer_at_once(reducer: Any) -> Iterator[None]:
+def _along_outer_at_once(reducer: Any, unit: Any) -> Iterator[None]:
     with reducer._device.use(reducer._outer_stream):
         yield
 

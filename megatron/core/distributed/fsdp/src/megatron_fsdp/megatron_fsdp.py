@@ -26,6 +26,7 @@ from megatron_fsdp.machine.device import Device
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.nan_report import NanReport, NonFiniteGradientError
 from megatron_fsdp.optimizer import owner_reference
+from megatron_fsdp.overlap_report import OverlapReport
 from megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_fsdp.plan.strategy import Placement
 from megatron_fsdp.refused_hooks import refuse_hooks
@@ -130,10 +131,9 @@ class MegatronFSDP(nn.Module):
 
     def _build(self, request: BuildRequest, plans: list[UnitPlan], machine: Device) -> None:
         units = build_units(request, plans)
-        self.module = request.module
-        scales = grad_scales(self.dist_index, self.config_resolved)
-        self._schedule = Schedule(units, self.config_resolved, machine, scales)
-        prepare(request.pool, self._schedule)
+        self.module, config = request.module, self.config_resolved
+        schedule = self._schedule = Schedule(units, config, machine, grad_scales(self.dist_index, config))
+        prepare(request.pool, schedule)
         owner = owner_reference(self)
         for unit in units:
             by_raw = {id(param.raw): param for param in unit.params}
@@ -148,18 +148,18 @@ class MegatronFSDP(nn.Module):
             unit.show_sharded()
         check_replicas({param.fqn: param.sharded for unit in units for param in unit.params})
         self.param_and_grad_buffer = ParamAndGradBuffer(
-            self._schedule, request.pool, use_decoupled_grad=self.config_resolved.use_decoupled_grad
+            schedule, request.pool, use_decoupled_grad=config.use_decoupled_grad
         )
-        self._schedule.on_auto_sync = lambda: owner().finish_grad_sync()  # keeps no model alive
-        self._nan_report = NanReport.wanted(self._schedule, self.dist_index, self.config_resolved)
-        self._schedule.before_forward = Structure(self.module, units).check
+        schedule.on_auto_sync = lambda: owner().finish_grad_sync()  # keeps no model alive
+        self._nan_report = NanReport.wanted(schedule, self.dist_index, config)
+        schedule.before_forward = Structure(self.module, units).check
         self.module._apply = InnerApply(self.module, owner)
-        self._hooks = install_hooks(self._schedule)
-        self.state_dict_hooks = StateDictHooks(self._schedule)
+        self._hooks = install_hooks(schedule)
+        self.state_dict_hooks = StateDictHooks(schedule)
         self.state_dict_hooks.install(self.module)
         machine.empty_cache()
         if dist.get_rank() == 0:
-            logger.info("%s", build_summary(self._schedule, self.config_resolved, request.pool))
+            logger.info("%s", build_summary(schedule, config, request.pool))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward. **Collective**: every rank runs the same units."""
@@ -277,9 +277,8 @@ class MegatronFSDP(nn.Module):
         """
         if self.param_and_grad_buffer.has_open_grads:
             self.finish_grad_sync()
-        index = self.dist_index
-        tp_group = tensor_parallel_group(index)
-        return clip_grad_norm(self.param_and_grad_buffer, index.get_dp_group(), max_norm, norm_type, tp_group)
+        dp_group, tp_group = self.dist_index.get_dp_group(), tensor_parallel_group(self.dist_index)
+        return clip_grad_norm(self.param_and_grad_buffer, dp_group, max_norm, norm_type, tp_group)
 
     # -- weights --------------------------------------------------------------------------------------------------
 
@@ -337,8 +336,7 @@ class MegatronFSDP(nn.Module):
         """
         check_idle(self._schedule, "full_state_dict()")
         check_is_whole(self.dist_index)
-        shards = whole_shards(self.module, self.state_dict_hooks)
-        prefix = self._wrapper_prefix()
+        shards, prefix = whole_shards(self.module, self.state_dict_hooks), self._wrapper_prefix()
         return full_state_dict(shards, self._schedule, self.dist_index, wrapper_prefix=prefix, dtype=dtype)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -369,6 +367,10 @@ class MegatronFSDP(nn.Module):
                 if axis.size > 1 and place is Placement.REPLICATE:
                     dist.broadcast(group.main_weight_buffer.data, group=axis.group, group_src=0)
         self.install_optimized_model_weights()
+
+    def overlap_report(self) -> OverlapReport:
+        """A context that times computation and communication, and how much of the latter is exposed."""
+        return OverlapReport(self._schedule)
 
     def get_distributed_index(self) -> FSDPDistributedIndex:
         """Meshes and groups."""

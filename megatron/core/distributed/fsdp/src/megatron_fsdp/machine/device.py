@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -24,6 +26,44 @@ class NullEvent:
 
     def wait(self, stream: object | None = None) -> None:
         """Does nothing."""
+
+
+class Moment(Protocol):
+    """When a stream came to a point in its work."""
+
+    def ms_since(self, earlier: Moment) -> float: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class HostMoment:
+    """The CPU's moment: it is over when it is noted."""
+
+    time_s: float
+
+    def ms_since(self, earlier: HostMoment) -> float:
+        """Milliseconds between the two."""
+        return (self.time_s - earlier.time_s) * 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class CudaMoment:
+    """An event with a clock; to be read once the device has come to it."""
+
+    event: torch.cuda.Event
+
+    def ms_since(self, earlier: CudaMoment) -> float:
+        """Milliseconds between the two."""
+        return earlier.event.elapsed_time(self.event)
+
+
+@dataclasses.dataclass(frozen=True)
+class PeakMemory:
+    """The most memory, in bytes, that torch has had on the device since the process began or the peaks were reset."""
+
+    allocated: int
+    """Held by tensors."""
+    reserved: int
+    """Taken from the device."""
 
 
 class NullStream:
@@ -49,6 +89,11 @@ class Device:
         if torch.cuda.is_available():
             return cls(torch.device("cuda", torch.cuda.current_device()))
         return cls(torch.device("cpu"))
+
+    @property
+    def has_streams(self) -> bool:
+        """Work on a stream runs beside that of other streams."""
+        return self.is_cuda
 
     def new_stream(self, *, high_priority: bool = False) -> torch.cuda.Stream | NullStream:
         """A stream beside the compute stream."""
@@ -79,6 +124,26 @@ class Device:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
+
+    def record_moment(self) -> Moment:
+        """The moment when the current stream comes here."""
+        if not self.is_cuda:
+            return HostMoment(time.perf_counter())
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return CudaMoment(event)
+
+    def synchronize(self) -> None:
+        """Makes the host wait for all that was issued."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch_device)
+
+    def peak_memory(self) -> PeakMemory | None:
+        """What the caching allocator says; None on the CPU, which has none."""
+        if not self.is_cuda:
+            return None
+        allocated = torch.cuda.max_memory_allocated(self.torch_device)
+        return PeakMemory(allocated, torch.cuda.max_memory_reserved(self.torch_device))
 
     def range(self, name: str) -> contextlib.AbstractContextManager:
         """A named range for profilers."""

@@ -9,6 +9,7 @@ from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.device import Device, Event
 from megatron_fsdp.plan.slots import SLOTS
 from megatron_fsdp.runtime.unit import Unit
+from megatron_fsdp.runtime.watch import Kind, Watch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +52,9 @@ class Gatherer:
     outer axis (`refresh`) needs no storage of its own, so it may run as far ahead as the order of units is known.
     """
 
-    def __init__(self, device: Device):
+    def __init__(self, device: Device, watch: Watch):
         self._device = device
+        self._watch = watch
         self._stream = device.new_stream(high_priority=True)
         self._outer_stream = device.new_stream(high_priority=True)
         self._installed: Event | None = None
@@ -79,9 +81,10 @@ class Gatherer:
             return
         self._see_install()
         with self._device.use(self._outer_stream):
-            for group in unit.groups:
-                if group.plan.refreshes_along_outer:
-                    group.refresh()
+            with self._watch.communicates(Kind.OUTER, unit):
+                for group in unit.groups:
+                    if group.plan.refreshes_along_outer:
+                        group.refresh()
             unit.refresh_event = self._device.record_event()
 
     def take_turn(self, unit: Unit) -> None:
@@ -113,8 +116,9 @@ class Gatherer:
             if unit.refresh_event is not None:
                 unit.refresh_event.wait()
                 unit.refresh_event = None
-            for group in unit.groups:
-                group.unshard(again=again)
+            with self._watch.communicates(Kind.GATHER, unit):
+                for group in unit.groups:
+                    group.unshard(again=again)
             unit.gather_event = self._device.record_event()
 
     def make_readable(self, unit: Unit) -> None:
@@ -138,9 +142,12 @@ class Gatherer:
                 group.reshard()
 
     def _wait_for(self, unit: Unit) -> None:
-        for event in (unit.refresh_event, unit.gather_event):
-            if event is not None:
-                event.wait()
+        if unit.refresh_event is None and unit.gather_event is None:
+            return
+        with self._watch.waits(Kind.GATHER, unit):
+            for event in (unit.refresh_event, unit.gather_event):
+                if event is not None:
+                    event.wait()
         unit.refresh_event = unit.gather_event = None
 
     def _see_install(self) -> None:

@@ -61,10 +61,12 @@ class _UnitHooks:
         else:
             schedule.pre_forward(unit)
         unit.note_weights()
+        schedule.watch.enter(unit)
 
     @uncompiled
     def post_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         schedule, unit = self._alive()
+        schedule.watch.leave()
         unit.check_weights()
         call = unit.open_calls.pop() if unit.open_calls else None
         tensors = list(tensors_in(output))
@@ -102,6 +104,7 @@ class _UnitHooks:
                 "that have been released by then; use zero_dp_strategy 2 or less for gradient penalties."
             )
         schedule.pre_backward(unit, call)
+        schedule.watch.turn_back(unit)
 
     def _alive(self) -> tuple[Schedule, Unit]:
         schedule, unit = self.schedule(), self.unit()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -12,6 +13,7 @@ from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.collectives import GradScale
 from megatron_fsdp.machine.device import Device, Event
 from megatron_fsdp.runtime.unit import Unit
+from megatron_fsdp.runtime.watch import Kind, Watch
 from megatron_fsdp.state.flat_buffer import FlatBuffer
 from megatron_fsdp.state.main_grad import GradState
 from megatron_fsdp.state.param_group import ParamGroup
@@ -27,8 +29,9 @@ class Reducer:
     wait for the outer one of the unit before.
     """
 
-    def __init__(self, config: EngineConfig, device: Device, scales: dict[bool, GradScale]):
+    def __init__(self, config: EngineConfig, device: Device, scales: dict[bool, GradScale], watch: Watch):
         self._device = device
+        self._watch = watch
         self._scales = scales
         """Gradient scale by `is_expert`."""
         self._most_in_flight = config.reductions_in_flight
@@ -67,13 +70,13 @@ class Reducer:
                 self.before_collect(group)
             staged = group.main_grad.collect()
             if staged is not None or finalizes:
-                self._issue(group, staged, finalizes=finalizes)
+                self._issue(unit, group, staged, finalizes=finalizes)
 
     def finalize(self, unit: Unit) -> None:
         """Starts the reductions of the unit that were deferred to the end of the cycle. **Collective**."""
         for group in unit.groups:
             if group.main_grad is not None and group.main_grad.state is GradState.ACCUMULATING:
-                self._issue(group, None, finalizes=True)
+                self._issue(unit, group, None, finalizes=True)
 
     def wait(self) -> None:
         """Makes the current stream wait for every reduction."""
@@ -88,10 +91,11 @@ class Reducer:
 
     def _wait(self) -> None:
         current = self._device.current_stream()
-        for stream in self.streams:
-            current.wait_stream(stream)
+        with self._watch.waits(Kind.REDUCE):
+            for stream in self.streams:
+                current.wait_stream(stream)
 
-    def _issue(self, group: ParamGroup, staged: FlatBuffer | None, *, finalizes: bool) -> None:
+    def _issue(self, unit: Unit, group: ParamGroup, staged: FlatBuffer | None, *, finalizes: bool) -> None:
         scale = self._scales[group.facts.is_expert]
         ready = self._device.record_event()
         with self._device.use(self._stream):
@@ -99,20 +103,23 @@ class Reducer:
             if staged is not None:
                 if group.main_grad.state is GradState.FINAL:  # about to be opened again on this stream
                     self._stream.wait_stream(self._outer_stream)
-                group.main_grad.reduce(staged, scale)
+                with self._watch.communicates(Kind.REDUCE, unit):
+                    group.main_grad.reduce(staged, scale)
                 self._in_flight.append((staged, self._device.record_event()))
             if finalizes:
-                crossing = group.main_grad.finalize(scale, self._along_outer)
+                with self._watch.communicates(Kind.REDUCE, unit):
+                    crossing = group.main_grad.finalize(scale, functools.partial(self._along_outer, unit))
                 if crossing is not None:
                     self._keep_while_crossing(crossing)
 
     @contextlib.contextmanager
-    def _along_outer(self) -> Iterator[None]:
+    def _along_outer(self, unit: Unit) -> Iterator[None]:
         """Goes on, after what is on the inner axis' stream, on the outer axis' stream."""
         ready = self._device.record_event()
         with self._device.use(self._outer_stream):
             ready.wait()
-            yield
+            with self._watch.communicates(Kind.OUTER, unit):
+                yield
 
     def _keep_while_crossing(self, tensor: torch.Tensor) -> None:
         with self._device.use(self._outer_stream):
@@ -125,7 +132,8 @@ class Reducer:
         """Bounds the unreduced gradients alive: the oldest buffer goes back to the stream that allocated it."""
         while self._in_flight and (self._is_full(group.layout.size) or not group.main_grad.has_room):
             _, done = self._in_flight.popleft()
-            done.wait()
+            with self._watch.waits(Kind.REDUCE):
+                done.wait()
 
     def _is_full(self, numel: int) -> bool:
         if self._most_numel is None or (self._has_slots and len(self._in_flight) >= self._most_in_flight):

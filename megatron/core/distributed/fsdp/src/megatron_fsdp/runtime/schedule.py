@@ -19,6 +19,7 @@ from megatron_fsdp.runtime.inquiry import Forum
 from megatron_fsdp.runtime.order import Order
 from megatron_fsdp.runtime.reducer import Reducer
 from megatron_fsdp.runtime.unit import Phase, Unit
+from megatron_fsdp.runtime.watch import Watch
 from megatron_fsdp.state.flat_buffer import Axes
 from megatron_fsdp.state.param_group import ParamGroup
 
@@ -39,8 +40,9 @@ class Schedule:
         self.root = next(unit for unit in units if unit.is_root)
         self.config = config
         self.device = device
-        self._reducer = Reducer(config, device, scales)
-        self._gatherer = Gatherer(device)
+        self.watch = Watch(device)
+        self._reducer = Reducer(config, device, scales, self.watch)
+        self._gatherer = Gatherer(device, self.watch)
         self._prefetch = Prefetch.of(config)
         # Memory that goes when the model does must not be handed out again while another stream still uses it.
         weakref.finalize(self, device.join, (*self._reducer.streams, *self._gatherer.streams)).atexit = False
@@ -294,6 +296,7 @@ class Schedule:
         return bool(late)
 
     def _end_backward(self) -> None:
+        self.watch.turn_back(None)
         self._in_backward = False
         self._awaited -= 1
         for unit in self.units:
