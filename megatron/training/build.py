@@ -4,7 +4,7 @@ import sys
 
 from torch.utils.data import Dataset
 
-from megatron.training.callbacks import BufferRegistration, Callback, ManualGarbageCollection
+from megatron.training.callbacks import BufferRegistration, Callback, ManualGarbageCollection, OverlapLog
 from megatron.training.console import Console
 from megatron.training.data import DataStream, LoaderOptions, build_data_stream
 from megatron.training.initialize import World
@@ -60,6 +60,8 @@ def build_callbacks(run: Run) -> list[Callback]:
     if train.manual_gc:
         callbacks.append(ManualGarbageCollection(train.manual_gc_interval, train.manual_gc_eval))
     logger = run.config.logger
+    if logger.log_overlap:  # before the meter, whose norms and lines are no part of a step
+        callbacks.append(OverlapLog(logger.log_overlap))
     intervals = {logger.log_interval, *([logger.tensorboard_log_interval] if logger.tensorboard_dir else [])}
     return [*callbacks, Meter(build_reporters(run), intervals if logger.log_params_norm else ())]
 

@@ -1,11 +1,16 @@
 """Five moments of a run at which a feature may act, and the features that are nothing more than that."""
 
+import contextlib
 import gc
+import logging
 from collections.abc import Sequence
 
 from megatron.training.evaluate import Evaluation
 from megatron.training.state import Run
 from megatron.training.step import StepResult
+from megatron_fsdp.overlap_report import OverlapReport
+
+logger = logging.getLogger(__name__)
 
 
 class Callback:
@@ -87,3 +92,23 @@ class ManualGarbageCollection(Callback):
 
     def end(self, run: Run) -> None:
         gc.enable()
+
+
+class OverlapLog(Callback):
+    """Every so many iterations the first rank logs what its step spent on computation and on communication."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._report: OverlapReport | None = None
+        self._open = contextlib.ExitStack()
+
+    def before_step(self, run: Run) -> None:
+        if run.world.is_first and (run.state.iteration + 1) % self._interval == 0:
+            self._report = run.model.overlap_report()
+            self._open.enter_context(self._report)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if self._report is not None:
+            self._open.close()
+            logger.info("overlap in iteration %d: %s", run.state.iteration, self._report.short())
+            self._report = None

@@ -24,7 +24,7 @@ POSITIVE = (*REQUIRED[:5], "model.ffn_hidden_size", "model.kv_channels", "model.
 NOT_NEGATIVE = ("validation.eval_iters", "data.num_workers", "optimizer.lr", "optimizer.min_lr",
                 "optimizer.weight_decay", "optimizer.clip_grad", "scheduler.lr_warmup_iters",
                 "scheduler.lr_warmup_samples", "scheduler.lr_warmup_init", "checkpoint.ckpt_step",
-                "train.manual_gc_interval", "model.moe_aux_loss_coeff")  # fmt: skip
+                "train.manual_gc_interval", "model.moe_aux_loss_coeff", "logger.log_overlap")  # fmt: skip
 
 TOKENIZER_FILES = {
     "NullTokenizer": ("vocab_size",),

@@ -262,6 +262,9 @@ class LoggerConfig:
     log_params_norm: bool = False
     """Report the norm of the weights."""
 
+    log_overlap: int = 0
+    """Iterations between tables of what a step of rank 0 spent on computation and communication; 0: none."""
+
     logging_level: int | None = None
     """Python logging level; 10 debug, 20 info, 30 warning; default info."""
 

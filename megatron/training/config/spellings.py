@@ -115,6 +115,7 @@ OTHER_NAMES: dict[str, str] = {
 OURS: dict[str, str] = {
     "ddp.fsdp_unit_modules": "Megatron-LM has it in code only",
     "checkpoint.verify_checksums": "Megatron-LM's checkpoints have no checksums",
+    "logger.log_overlap": "Megatron-LM's timers do not see streams",
 }
 """Fields that Megatron-LM has no flag for, and why they are here."""
 

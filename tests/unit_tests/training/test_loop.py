@@ -127,6 +127,27 @@ def test_tensorboard_has_megatron_lms_tags(reported):
     assert len(list(board.iterdir())) == 1
 
 
+def overlap_logged() -> tuple[list[str], Outcome]:
+    """What a run logs of overlap."""
+    from megatron.training.callbacks import logger
+
+    with mock.patch.object(logger, "info") as info:
+        outcome = train("--train-iters 5 --log-overlap 2")
+    return [call.args[0] % call.args[1:] for call in info.call_args_list], outcome
+
+
+def test_overlap_is_logged_by_rank_0_when_due(mcore_ranks2):
+    (first, outcome), (second, _) = mcore_ranks2.run(overlap_logged)
+    assert [text.split(":")[0] for text in first] == ["overlap in iteration 2", "overlap in iteration 4"]
+    for text in first:
+        _, header, *rows = text.splitlines()
+        assert header.split() == ["ms", "compute", "gather", "reduce", "outer", "exposed"]
+        labels = [row.rsplit(None, 5)[0] for row in rows]
+        assert labels[-2:] == ["(outside units)", "total"] and any(".layers.* x2" in label for label in labels)
+        assert all(float(value) > 0 for value in rows[-1].split()[1:4])
+    assert second == [] and outcome.output.count("\n") == 5, "standard output has Megatron-LM's lines only"
+
+
 def runs_that_overflow() -> list[Outcome]:
     overflowing = "--train-iters 3 --fp16 --hysteresis 1 --initial-loss-scale "
     return [train(overflowing + "4294967296"), train(overflowing + "1024")]
