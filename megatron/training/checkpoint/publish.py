@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +52,8 @@ class Partial:
 
 def begin(disk: Disk, root: Path, iteration: int) -> Partial:
     """Deletes what interrupted runs left in `root`, and makes an empty hidden folder for a new checkpoint."""
-    clear_remnants(disk, root)
+    with _one_at_a_time(root):
+        clear_remnants(disk, root)
     folder = hidden_folder(root, iteration, secrets.token_hex(4), PARTIAL)
     disk.make_folder(folder)
     descriptor = os.open(folder, os.O_RDONLY)
@@ -75,15 +76,29 @@ def publish(disk: Disk, partial: Partial, written: Mapping[str, FileFacts], text
     if problem := damage(partial.folder):
         raise OSError(f"{partial.folder} is not what was written to it: {problem}")
     disk.sync_folder(partial.folder)
-    replaced = hidden_folder(root, partial.iteration, secrets.token_hex(4), REPLACED) if folder.exists() else None
-    if replaced is not None:
-        disk.rename(folder, replaced)  # Until the next rename, loading finds it by its hidden name.
-    disk.rename(partial.folder, folder)
-    disk.sync_folder(root)
-    write_tracker(disk, root, partial.iteration)
-    if replaced is not None:
-        _delete(disk, _condemned(disk, replaced, root, partial.iteration))
+    with _one_at_a_time(root):
+        replaced = hidden_folder(root, partial.iteration, secrets.token_hex(4), REPLACED) if folder.exists() else None
+        if replaced is not None:
+            disk.rename(folder, replaced)  # Until the next rename, loading finds it by its hidden name.
+        disk.rename(partial.folder, folder)
+        disk.sync_folder(root)
+        write_tracker(disk, root, partial.iteration)
+        condemned = None if replaced is None else _condemned(disk, replaced, root, partial.iteration)
+    if condemned is not None:
+        _delete(disk, condemned)
     return folder
+
+
+@contextlib.contextmanager
+def _one_at_a_time(root: Path) -> Iterator[None]:
+    """Inside, no other run that saves to `root` renames anything there, nor finds anything between two renames."""
+    descriptor = os.open(root, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # Not every file system has locks.
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_tracker(disk: Disk, root: Path, iteration: int) -> None:
@@ -95,8 +110,9 @@ def write_tracker(disk: Disk, root: Path, iteration: int) -> None:
 
 def retain(disk: Disk, root: Path, interval: int, latest: int) -> list[int]:
     """Deletes checkpoints older than `latest` whose iteration `interval` does not divide; their iterations."""
-    superseded = {at: path for at, path in iteration_folders(root).items() if at < latest and at % interval}
-    condemned = [_condemned(disk, folder, root, iteration) for iteration, folder in superseded.items()]
+    with _one_at_a_time(root):
+        superseded = {at: path for at, path in iteration_folders(root).items() if at < latest and at % interval}
+        condemned = [_condemned(disk, folder, root, iteration) for iteration, folder in superseded.items()]
     if condemned:
         disk.sync_folder(root)
     for folder in condemned:

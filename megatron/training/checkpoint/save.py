@@ -18,7 +18,7 @@ from megatron.training.checkpoint.background import BackgroundFilesWriter, Progr
 from megatron.training.checkpoint.contents import Parts, contents
 from megatron.training.checkpoint.disk import Disk
 from megatron.training.checkpoint.files import FilesWriter, Written, described
-from megatron.training.checkpoint.paths import RUN_CONFIG, iteration_folders
+from megatron.training.checkpoint.paths import RUN_CONFIG, TRACKER, iteration_folders, read_tracker
 from megatron.training.checkpoint.publish import Partial, begin, discard, publish, retain
 from megatron.training.config import to_yaml
 from megatron.training.launch import RunError
@@ -55,6 +55,7 @@ class Saver:
         self._partial: Partial | None = None  # Its folder, on rank 0.
         if self._checkpoint.save is not None and run.world.is_first:
             self._warn_of_newer(self._checkpoint.save)
+        self._latest = self._tracked()  # By this run, or before it began.
         is_asynchronous = self._checkpoint.async_save and self._checkpoint.save is not None
         self._process = WriterProcess() if is_asynchronous else None
 
@@ -72,6 +73,22 @@ class Saver:
                     self._run.state.iteration,
                     root,
                 )
+
+    def _tracked(self) -> int | str | None:
+        if self._checkpoint.save is None or not self._run.world.is_first:
+            return None
+        with contextlib.suppress(OSError, ValueError):
+            return read_tracker(self._checkpoint.save)
+        return None
+
+    def _warn_of_others(self) -> None:
+        """Tells of another run that saves to the same folder, whose checkpoints and this one's get mixed."""
+        if (latest := self._tracked()) != self._latest:
+            logger.warning(
+                "%s names %s, which this run has not saved: does another run save there? Give each a --save of its own",
+                self._checkpoint.save / TRACKER,
+                "nothing" if latest is None else latest,
+            )
 
     def save(self) -> None:
         """Writes the run as it is, if `--save` is given; with `--async-save` only begins to. **Collective.**
@@ -158,7 +175,9 @@ class Saver:
             RUN_CONFIG: to_yaml(self._run.config).encode(),
         }
         files = {name: facts for rank in written for name, facts in rank.files.items()}
+        self._warn_of_others()
         folder = publish(self._disk, self._partial, files, texts)
+        self._latest = self._partial.iteration
         if self._checkpoint.save_retain_interval is not None:
             retain(self._disk, self._checkpoint.save, self._checkpoint.save_retain_interval, self._partial.iteration)
         return folder

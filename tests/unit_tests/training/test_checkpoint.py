@@ -172,6 +172,26 @@ def test_a_run_is_warned_before_it_replaces_newer_checkpoints(mcore_ranks1, dama
     assert mcore_ranks1.run(warnings_of, f"--load {damageable} --ckpt-step 2 --save {damageable}")[0] == []
 
 
+def save_beside(folder: Path) -> list[str]:
+    """The warnings of a run that saves at 1, 2 and 3, when another one has saved after 1."""
+    from megatron.training.checkpoint import save
+
+    def publish(disk, partial, *rest):
+        published = whole(disk, partial, *rest)
+        if partial.iteration == 1:
+            (folder / "latest_checkpointed_iteration.txt").write_text("7")
+        return published
+
+    whole = save.publish
+    with mock.patch.object(save, "publish", publish):
+        return warnings_of(f"--save {folder} --save-interval 1 --no-save-optim --no-save-rng")
+
+
+def test_another_run_that_saves_to_the_same_folder_is_told(mcore_ranks1, tmp_path):
+    (told,) = mcore_ranks1.run(save_beside, tmp_path)
+    assert len(told) == 1 and "iteration.txt names 7, which this run has not saved: does another run" in told[0]
+
+
 def test_a_folder_under_another_iterations_name_is_refused(mcore_ranks1, damageable):
     shutil.rmtree(damageable / "iter_0000002")
     shutil.copytree(damageable / "iter_0000001", damageable / "iter_0000002")

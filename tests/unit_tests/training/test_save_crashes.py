@@ -6,6 +6,7 @@ import os
 import pickle
 import resource
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -197,6 +198,37 @@ def test_a_partial_checkpoint_of_a_living_run_is_left_alone(tmp_path):
     living.release()
     save(CrashingDisk(), tmp_path, 20)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", "iter_0000020", TRACKER]
+
+
+class Meanwhile(CrashingDisk):
+    """Another run saves to the same folder while this one publishes: before each of its renames."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root, self.threads = root, []
+
+    def rename(self, source, target):
+        self.threads.append(threading.Thread(target=publish_only, args=(self.root,)))
+        self.threads[-1].start()
+        self.threads[-1].join(0.05)  # It waits, if it is made to.
+        super().rename(source, target)
+
+
+def publish_only(root: Path) -> None:
+    partial = begin(Disk(), root, 10)
+    publish(Disk(), partial, {}, {"run_config.yaml": b"another: 1\n"})
+    partial.release()
+
+
+def test_two_runs_that_save_to_one_folder_do_not_meet(tmp_path):
+    save(Disk(), tmp_path, 10)
+    disk = Meanwhile(tmp_path)
+    save(disk, tmp_path, 10)
+    for thread in disk.threads:
+        thread.join()
+    assert len(disk.threads) == 4 and not list(all_hidden(tmp_path))
+    assert read_tracker(tmp_path) == 10 and folder_to_load(tmp_path, None) == tmp_path / "iter_0000010"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", TRACKER]
 
 
 class Undeletable(CrashingDisk):
