@@ -201,6 +201,11 @@ def buffers_are_there_to_be_kept_or_registered(config: RunConfig, setting: Setti
     has_slots = ddp.nccl_ub or ddp.fsdp_double_buffer or ddp.megatron_fsdp_max_pool_double_buffer
     if ddp.fsdp_db_use_persist_buf_on_alloc_fail and not has_slots:
         yield "--fsdp-db-use-persist-buf-on-alloc-fail needs --fsdp-double-buffer"
+    residency = ddp.fsdp_residency_bytes
+    if residency != "auto" and not residency.isdigit():
+        yield f"--fsdp-residency-bytes {residency} is neither a number of bytes nor auto"
+    elif residency != "0" and has_slots:
+        yield "--fsdp-residency-bytes lets units keep memory in which double buffers let them take turns; leave out one"
     if "expandable_segments:true" in setting.machine.allocator_conf.replace(" ", "").lower() and ddp.nccl_ub:
         yield "--use-nccl-ub needs memory segments that stay: take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"
 

@@ -101,6 +101,9 @@ class DdpConfig:
     fsdp_db_use_persist_buf_on_alloc_fail: bool = False
     """What does not fit the double buffer, as the embedding, keeps a buffer of its own."""
 
+    fsdp_residency_bytes: str = "0"
+    """Memory for weights that stay gathered until the optimizer steps; auto: what the first step leaves free."""
+
     nccl_ub: bool = False
     """Register communication buffers with NCCL, after the first step; implies --fsdp-double-buffer."""
 

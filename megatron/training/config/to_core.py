@@ -143,6 +143,7 @@ def to_ddp_config(config: RunConfig) -> Mapping[str, object]:
         "use_distributed_optimizer": ddp.use_megatron_fsdp,
         # As in Megatron-LM: the loop registers, once and after the first step, when nothing more is allocated.
         "fsdp_manual_registration": ddp.fsdp_manual_registration or ddp.nccl_ub,
+        "fsdp_residency_bytes": residency if (residency := ddp.fsdp_residency_bytes) == "auto" else int(residency),
         "check_for_nan_in_grad": checks_for_nan(config),
         "megatron_fsdp_main_params_dtype": _DTYPES[ddp.megatron_fsdp_main_params_dtype],
         "megatron_fsdp_main_grads_dtype": _DTYPES[ddp.megatron_fsdp_main_grads_dtype],

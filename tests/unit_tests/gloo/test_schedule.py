@@ -165,17 +165,18 @@ TABLE = {
     ("integers", 0, None): ([], REDUCE * 4),
     ("integers", 1, None): (GATHER * 4, SCATTER * 4),
     ("integers", 2, None): (GATHER * 4, SCATTER * 4),
-    ("integers", 3, None): (GATHER * 4, GATHER * 2 + SCATTER + GATHER + SCATTER * 3),
+    # The last unit of the forward stays gathered for its backward.
+    ("integers", 3, None): (GATHER * 4, GATHER + SCATTER + GATHER + SCATTER * 3),
     # Frozen weights do not change, so what rests whole is never gathered again; sharded ones are not reduced.
     ("frozen_but_head", 1, None): (GATHER, SCATTER),
     ("frozen_but_head", 2, None): (GATHER, SCATTER),
     ("frozen_but_head", 3, None): (GATHER * 4, SCATTER),
-    ("frozen_but_first", 3, None): (GATHER * 4, GATHER * 3 + SCATTER),
+    ("frozen_but_first", 3, None): (GATHER * 4, GATHER * 2 + SCATTER),
 }
 #: On two axes the outer one follows the inner one in backward, and comes first in forward.
 TABLE_OF_TWO_AXES = {
-    ("integers", 3, 0): (GATHER * 4, GATHER * 2 + SCATTER + REDUCE + GATHER + (SCATTER + REDUCE) * 3),
-    ("integers", 3, 1): (GATHER * 8, GATHER * 2 + SCATTER * 2 + GATHER + SCATTER * 6),
+    ("integers", 3, 0): (GATHER * 4, GATHER + SCATTER + REDUCE + GATHER + (SCATTER + REDUCE) * 3),
+    ("integers", 3, 1): (GATHER * 8, GATHER + SCATTER * 2 + GATHER + SCATTER * 6),
 }
 
 

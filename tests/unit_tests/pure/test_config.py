@@ -83,6 +83,7 @@ def test_every_option_is_read_or_refused():
         "fsdp_all_gather_in_start_param_sync",
         "outer_dp_sharding_strategy",
         "megatron_fsdp_use_decoupled_grad",
+        "fsdp_residency_bytes",
         *BUFFER_OPTIONS,
         *(f"megatron_fsdp_{name}" for name in PRECISION_FIELDS),
     }

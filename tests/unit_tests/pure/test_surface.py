@@ -121,6 +121,7 @@ CONFIG_FIELDS = {
     "megatron_fsdp_cuda_graph_mode": False,
     "megatron_fsdp_enable_fine_grained_param_gather": False,
     "megatron_fsdp_max_pool_double_buffer": False,
+    "fsdp_residency_bytes": 0,
 }
 METHODS = {
     "forward": "(self, *args, **kwargs)",
@@ -194,7 +195,8 @@ EXPORTS = {
 
 
 #: What this package adds to the arguments of fully_shard and fully_shard_model; it cannot be hit by position.
-ADDED = {"root_params": ()}
+ADDED = {"root_params": (), "residency_bytes": 0}
+ADDED_TO_THE_CLASS = {"root_params": ()}
 
 
 def arguments(function, added=()):
@@ -230,9 +232,12 @@ def test_fully_shard_optimizer():
 
 def test_the_constructor_has_one_addition_that_cannot_be_hit_by_position():
     params = inspect.signature(MegatronFSDP).parameters
-    assert [(name, p.default) for name, p in params.items()] == [*CONSTRUCTOR_ARGUMENTS.items(), *ADDED.items()]
+    assert [(name, p.default) for name, p in params.items()] == [
+        *CONSTRUCTOR_ARGUMENTS.items(),
+        *ADDED_TO_THE_CLASS.items(),
+    ]
     kinds = {name: param.kind for name, param in params.items()}
-    assert {name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY} == set(ADDED)
+    assert {name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY} == set(ADDED_TO_THE_CLASS)
 
 
 def test_the_distributed_index():

@@ -127,6 +127,10 @@ class DistributedDataParallelConfig:
     megatron_fsdp_max_pool_double_buffer: bool = False
     """Double buffer for units of different shapes, as large as the largest need it; implies `fsdp_double_buffer`."""
 
+    fsdp_residency_bytes: int | str = 0
+    """Memory for weights that stay gathered until the optimizer steps, so that no backward or later micro-batch gathers
+    them again; "auto": nine tenths of what the first step left free on the GPU with the least, nothing on the CPU."""
+
 
 def default_config() -> DistributedDataParallelConfig:
     """What `MegatronFSDP` does when it is given no options: everything sharded, everything overlapped."""
@@ -225,6 +229,8 @@ class EngineConfig:
     """Modules inside units that own parameters are units."""
     buffers: BufferPolicy = BufferPolicy()
     """Memory of what is communicated."""
+    residency_nbytes: int | None = 0
+    """Bytes for weights that stay gathered through a step; None: what the first step leaves free."""
 
     @property
     def strategy_label(self) -> str:
@@ -316,4 +322,17 @@ def resolve(
         reduction_numel=config.suggested_communication_unit_size,
         is_fine_grained=is_fine_grained or config.megatron_fsdp_enable_fine_grained_param_gather,
         buffers=buffer_policy(config),
+        residency_nbytes=_residency_nbytes(config),
     )
+
+
+def _residency_nbytes(config: DistributedDataParallelConfig) -> int | None:
+    value = config.fsdp_residency_bytes
+    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise ValueError(f"fsdp_residency_bytes is {value!r}; expected bytes, 0 or more, or 'auto'")
+    if value != 0 and buffer_policy(config).has_slots:
+        raise ValueError(
+            f"fsdp_residency_bytes={value!r} lets units keep their memory, but in a double buffer they take turns; "
+            "leave out one of the two."
+        )
+    return None if value == "auto" else value

@@ -66,6 +66,7 @@ def fully_shard_model(
     maxpool_double_buffer: bool = False,
     *,
     root_params: Collection[torch.nn.Parameter] = (),
+    residency_bytes: int | str = 0,
 ) -> MegatronFSDP:
     """Shards `module` over the data-parallel ranks, from the first one's values. **Collective**, with equal arguments.
 
@@ -89,6 +90,7 @@ def fully_shard_model(
             `DistributedDataParallelConfig`.
         root_params: parameters of `module` that are read outside the forward of the unit that owns them, as in
             `F.linear(x, self.embedding.weight)`; they stay gathered while the model computes.
+        residency_bytes: `fsdp_residency_bytes` of `DistributedDataParallelConfig`.
 
     Raises:
         ValueError, TypeError, ImportError: a mistake in the arguments, on every rank before anything is communicated.
@@ -122,6 +124,7 @@ _CONFIG_FIELDS = {
     "use_decoupled_grad": "megatron_fsdp_use_decoupled_grad",
     "cuda_graph_mode": "megatron_fsdp_cuda_graph_mode",
     "maxpool_double_buffer": "megatron_fsdp_max_pool_double_buffer",
+    "residency_bytes": "fsdp_residency_bytes",
 }
 #: Arguments of `fully_shard_model` -> arguments of `MegatronFSDP`.
 _MODEL_OPTIONS = {

@@ -27,7 +27,7 @@ def build_summary(schedule: Schedule, config: EngineConfig, pool: StoragePool) -
     persistent = sum(group.persistent_nbytes for group in groups)
     accumulated = sum(group.grad_nbytes for group in groups)
     units = [unit for unit in schedule.units if not unit.is_root]
-    gathered = sorted((sum(group.gathered_nbytes for group in unit.groups) for unit in units), reverse=True)
+    gathered = sorted((unit.gathered_nbytes for unit in units), reverse=True)
     root = sum(group.gathered_nbytes for group in schedule.root.groups)
     weights = root + sum(gathered[:1]) + _ahead_nbytes(config, groups, gathered[1:])
     staged = sorted((_staged_nbytes(unit) for unit in schedule.units), reverse=True)
@@ -43,10 +43,21 @@ def build_summary(schedule: Schedule, config: EngineConfig, pool: StoragePool) -
         f"zero_grad, at most {weights / _MIB:.1f} MiB of gathered weights "
         f"and {grads / _MIB:.1f} MiB of gradients on their way "
         f"(recomputation over k units keeps k of them gathered)."
-        f"{_slots(schedule, pool)}"
+        f"{_resident(units, config)}{_slots(schedule, pool)}"
     )
     columns = ("unit", "groups", "parameters", "padding", "MiB persistent", "MiB gathered", "tags")
     return "\n".join([head, _line(columns), *(_line(row) for row in _folded(rows))])
+
+
+def _resident(units: list[Unit], config: EngineConfig) -> str:
+    """What stays gathered through a step."""
+    if config.residency_nbytes is None:
+        return " What the first step leaves free will keep units gathered through a step."
+    resident = [unit for unit in units if unit.is_resident]
+    if not resident:
+        return ""
+    nbytes = sum(unit.gathered_nbytes for unit in resident)
+    return f" {len(resident)} units stay gathered through a step, with {nbytes / _MIB:.1f} MiB more."
 
 
 def _slots(schedule: Schedule, pool: StoragePool) -> str:
@@ -103,7 +114,7 @@ def _row(unit: Unit) -> tuple[str, ...]:
         f"{used:,}",
         f"{(size - used) / max(used, 1):.2%}",
         f"{sum(group.persistent_nbytes for group in unit.groups) / _MIB:.1f}",
-        f"{sum(group.gathered_nbytes for group in unit.groups) / _MIB:.1f}",
+        f"{unit.gathered_nbytes / _MIB:.1f}",
         ",".join(sorted(tags)),
     )
 

@@ -149,6 +149,14 @@ class Device:
         """A named range for profilers."""
         return torch.cuda.nvtx.range(name) if self.is_cuda else contextlib.nullcontext()
 
+    def free_nbytes(self) -> int:
+        """Memory that this process can still take; what torch has cached counts only above its highest use so far."""
+        if not self.is_cuda:
+            return 0
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        reserved = torch.cuda.memory_reserved(self.torch_device)
+        return max(0, free + reserved - torch.cuda.max_memory_reserved(self.torch_device))
+
     def empty_cache(self) -> None:
         """Returns cached free blocks to the device."""
         if self.is_cuda:

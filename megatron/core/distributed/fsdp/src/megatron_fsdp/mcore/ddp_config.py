@@ -78,6 +78,9 @@ class DistributedDataParallelConfig(McoreDistributedDataParallelConfig):
     megatron_fsdp_max_pool_double_buffer: bool = False
     """Double buffer for units of different shapes; implies fsdp_double_buffer."""
 
+    fsdp_residency_bytes: int | str = 0
+    """Memory for weights that stay gathered until the optimizer steps; "auto": what the first step leaves free."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in _DTYPE_FIELDS:

@@ -39,6 +39,8 @@ class ForwardTurns:
         """By whether forward is recorded: an evaluation may call other things than training."""
         self._longest: dict[bool, int] = {}
         """Turns that an order may have."""
+        self._is_recorded = False
+        """Autograd records the forward that runs, but for what a reentrant checkpoint hides."""
         self._order: Order | None = None
         """Of the forward that runs; None in the first."""
         self._is_asking = True
@@ -63,7 +65,8 @@ class ForwardTurns:
 
     def begin(self) -> Call:
         """A forward of the whole model begins; gives the root's call."""
-        self._order = self._orders.get(torch.is_grad_enabled())
+        self._is_recorded = torch.is_grad_enabled()
+        self._order = self._orders.get(self._is_recorded)
         self._is_asking = self._order is None
         self._has_asked = False
         self._gathered = self._begun = 0
@@ -89,6 +92,18 @@ class ForwardTurns:
         self._follow_to_its_end()
         self._ask(unit)
         return Call(forward, turn=None)
+
+    def leave(self, unit: Unit, turn: int | None) -> None:
+        """Releases a unit whose turn is over, but not the last one if its backward is what comes next."""
+        if self.keeps(unit, turn):
+            self._gatherer.keep(unit)
+        else:
+            self._gatherer.release(unit)
+
+    def keeps(self, unit: Unit, turn: int | None) -> bool:
+        """The unit, whose turn is over, stays gathered for its backward on every rank."""
+        is_last = self._order is not None and turn == len(self._order.forward) - 1
+        return is_last and self._is_recorded and unit.joins_backward
 
     @property
     def latest(self) -> int:
@@ -137,10 +152,9 @@ class ForwardTurns:
 
     def _kept(self, order: Order) -> Order:
         """Lets forwards to come follow `order` too, unless that would be too much."""
-        is_recorded = torch.is_grad_enabled()
-        longest = self._longest.setdefault(is_recorded, _MOST_GROWTH * len(order.forward))
+        longest = self._longest.setdefault(self._is_recorded, _MOST_GROWTH * len(order.forward))
         if len(order.forward) <= longest:
-            self._orders[is_recorded] = order
+            self._orders[self._is_recorded] = order
         return order
 
     def _agreed_ends(self, count: int) -> list[int]:
@@ -173,19 +187,18 @@ class ForwardTurns:
             self._gatherer.take_turn(unit)
             if unit is wanted:
                 return
-            self._leave_out(unit)
+            if unit.phase is Phase.RESTING:
+                self._gatherer.release(unit)
 
     def _walk_to(self, turn: int) -> None:
         """Takes the turns before number `turn`, releasing what was not used, and gathers for that one."""
         while self._begun < turn:
             self._gather_from(self._begun + 1)
-            self._leave_out(self._order.forward[self._begun])
+            unit = self._order.forward[self._begun]
+            if unit.phase is Phase.RESTING:  # or else it contains the one that is reached, or was called before
+                self.leave(unit, self._begun)
             self._begun += 1
         self._gather_first(turn + 1)
-
-    def _leave_out(self, unit: Unit) -> None:
-        if unit.phase is Phase.RESTING:  # or else it contains the one that is reached, or was called before
-            self._gatherer.release(unit)
 
     def _gather_from(self, start: int) -> None:
         """Takes the turns before number `start`, and starts what may be gathered when that one comes next."""

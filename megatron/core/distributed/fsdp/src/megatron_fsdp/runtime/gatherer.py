@@ -92,7 +92,7 @@ class Gatherer:
         if unit.is_ahead and not unit.needs_gather:
             unit.is_ahead = False
             return
-        if unit.gathers_weights and unit.is_unsharded:
+        if unit.gathers_weights and unit.is_unsharded and not unit.is_resident:
             self._gather_again(unit)
         else:
             self.gather(unit)
@@ -127,7 +127,19 @@ class Gatherer:
         self._wait_for(unit)
         unit.show_raw()
 
+    def keep(self, unit: Unit) -> None:
+        """Lets `unit`, on all ranks, be gathered for its next turn already."""
+        unit.show_sharded()
+        unit.is_ahead = True
+
     def release(self, unit: Unit) -> None:
+        """Frees the gathered weights of `unit` once the work issued so far has read them, unless it is resident."""
+        if unit.is_resident:
+            unit.show_sharded()
+        else:
+            self.let_go(unit)
+
+    def let_go(self, unit: Unit) -> None:
         """Frees the gathered weights of `unit` once the work issued so far has read them."""
         unit.show_sharded()
         unit.is_ahead = False

@@ -6,7 +6,7 @@ import bisect
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_fsdp.runtime.unit import Unit
 

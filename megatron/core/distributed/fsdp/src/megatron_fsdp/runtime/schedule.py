@@ -18,6 +18,7 @@ from megatron_fsdp.runtime.gatherer import Gatherer, Prefetch
 from megatron_fsdp.runtime.inquiry import Forum
 from megatron_fsdp.runtime.order import Order
 from megatron_fsdp.runtime.reducer import Reducer
+from megatron_fsdp.runtime.residency import Residency
 from megatron_fsdp.runtime.unit import Phase, Unit
 from megatron_fsdp.runtime.watch import Watch
 from megatron_fsdp.state.flat_buffer import Axes
@@ -47,9 +48,9 @@ class Schedule:
         # Memory that goes when the model does must not be handed out again while another stream still uses it.
         weakref.finalize(self, device.join, (*self._reducer.streams, *self._gatherer.streams)).atexit = False
         others = [unit for unit in units if unit is not self.root]
-        self._turns = ForwardTurns(
-            Forum(others, _widest_axes(units), device.torch_device), self.root, self._gatherer, self._prefetch
-        )
+        forum = Forum(others, _widest_axes(units), device.torch_device)
+        self._turns = ForwardTurns(forum, self.root, self._gatherer, self._prefetch)
+        self._residency = Residency(forum, device, config.residency_nbytes)
         self._in_forward = False
         """The root's forward runs. Units may also be called outside it; then nothing is expected of the others."""
         self._lenders: dict[Unit, bool] = {}
@@ -72,6 +73,8 @@ class Schedule:
         self.model_auto_sync = False
         self.is_last_microbatch = True
         self.microbatch_count = 0
+        self._has_run = False
+        """Some backward is over: memory has been used as it will be."""
         self.taken_by: str | None = None
         """What shows parameters of its own in place of the schedule's; until it ends, no forward can run."""
         self.before_forward: Callable[[], None] = lambda: None
@@ -143,9 +146,10 @@ class Schedule:
             return
         if lends and self._in_forward:
             self._lenders[unit] = awaits_backward or self._lenders.get(unit, False)
+            unit.is_ahead = call is not None and self._turns.keeps(unit, call.turn)
         else:
             unit.enter(Phase.RESTING)
-            self._gatherer.release(unit)
+            self._turns.leave(unit, None if call is None else call.turn)
 
     @property
     def is_running(self) -> bool:
@@ -285,6 +289,7 @@ class Schedule:
             )
         self._end_backward()
         self.microbatch_count += 1
+        self._has_run = True
         if self.model_auto_sync:
             self.on_auto_sync()
 
@@ -338,15 +343,17 @@ class Schedule:
         self._reducer.wait_without_forgetting()
 
     def install(self) -> None:
-        """Makes every compute weight follow its main weight. **Collective** if a codec is."""
+        """Makes every compute weight follow its main weight. **Collective** if a codec is, and once for residency."""
+        self.rest()
         for unit in self.units:
-            self._end_unit(unit)
             for group in unit.groups:
                 group.install()
         self._gatherer.follow_install()
         self._awaited = 0
         self._lenders.clear()
         self.generation += 1
+        if self._has_run:
+            self._residency.decide()
 
     def gather_ahead(self) -> None:
         """Starts the gathers that the next forward needs first. **Collective**."""
@@ -380,6 +387,7 @@ class Schedule:
         """Releases every gathered weight and shows sharded parameters everywhere."""
         for unit in self.units:
             self._end_unit(unit)
+            self._gatherer.let_go(unit)
 
 
 def _widest_axes(units: list[Unit]) -> Axes:

@@ -115,8 +115,15 @@ class Unit:
         self._unwritable = [raw for group in groups if group.loses_writes for raw in group.params]
         self._weight_versions: list[int | None] = []
         """Version counters of those weights when the forward in progress began."""
+        self.is_resident = False
+        """Stays gathered, on all ranks, until the optimizer steps."""
         self.shows_raw = True
         """Modules hold the full parameters."""
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of the weights that are there only while it computes."""
+        return sum(group.gathered_nbytes for group in self.groups)
 
     @property
     def label(self) -> str:
@@ -146,7 +153,7 @@ class Unit:
     @property
     def is_held(self) -> bool:
         """It will be released before its next turn, which must not be taken yet."""
-        return self.gathers_weights and self.is_unsharded and not self.is_ahead
+        return self.gathers_weights and self.is_unsharded and not self.is_ahead and not self.is_resident
 
     @property
     def calls(self) -> list[Call]:

@@ -1,0 +1,108 @@
+"""Units that stay gathered through a step: the same training with fewer gathers, within a budget."""
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from megatron_fsdp.runtime.residency import Residency, keep_resident
+from megatron_fsdp.state.param_group import ParamGroup
+from tests.unit_tests.harness.parity import TASKS, Case, check
+from tests.unit_tests.harness.rank_pool import RankPool
+from tests.unit_tests.harness.sharded import Sharding, build_sharded, train_step
+
+EVERYTHING = 1 << 30
+#: Ranks run different units.
+RANK_DEPENDENT = ("wandering", "lending_skipped", "skipping_reentrant", "choosy")
+
+
+def case(task: str, budget: int, microbatches: int = 2, **sharding: object) -> Case:
+    options = {"residency_bytes": budget}
+    return Case(
+        task=task, microbatches=microbatches, sharding=Sharding(units=(TASKS[task].unit,), options=options, **sharding)
+    )
+
+
+@pytest.mark.parametrize("budget", [EVERYTHING, 400])
+def test_resident_units_train_like_one_process(ranks2: RankPool, budget: int) -> None:
+    tasks = ("integers", "twice", "lending", "tied", "whole_reentrant", *RANK_DEPENDENT)
+    check(ranks2, [dataclasses.replace(case(task, budget), steps=2) for task in tasks])
+
+
+def test_residency_goes_with_every_strategy(ranks4: RankPool) -> None:
+    check(ranks4, [case("integers", EVERYTHING, strategy=strategy) for strategy in (0, 1, 2)])
+    check(ranks4, [case("integers", EVERYTHING, outer=outer) for outer in (0, 1)])
+
+
+def job_gathers(budget: int, steps: int) -> tuple[list[list[str]], list[int], int]:
+    """Units gathered in each step of three micro-batches, bytes gathered after it, and bytes of the largest unit."""
+    wanted = case("integers", budget, microbatches=3)
+    model, optimizer = build_sharded(TASKS["integers"].build, wanted.recipe, wanted.sharding)
+    real, seen, left = ParamGroup.unshard, [], []
+    units = model._schedule.units
+    for microbatches in wanted.batches(dist.get_world_size())[:steps]:
+        with mock.patch.object(ParamGroup, "unshard", autospec=True, side_effect=real) as spy:
+            train_step(model, optimizer, wanted.recipe, microbatches)
+        seen.append([call.args[0].facts.name.partition(":")[0] for call in spy.call_args_list])
+        left.append(sum(unit.gathered_nbytes for unit in units if unit.gathers_weights and unit.is_unsharded))
+    return seen, left, max(unit.gathered_nbytes for unit in units if not unit.is_root)
+
+
+def test_what_the_budget_holds_is_gathered_once_in_a_step_and_gone_after_it(ranks2: RankPool) -> None:
+    (_, _, largest), _ = ranks2.run(job_gathers, 0, 1)
+    for budget, stays in ((0, ()), (largest, ("blocks.2",)), (EVERYTHING, ("blocks.0", "blocks.1", "blocks.2"))):
+        for steps, left, _ in ranks2.run(job_gathers, budget, 2):
+            assert left == [0, 0]
+            counts = {name: steps[1].count(name) for name in ("blocks.0", "blocks.1", "blocks.2")}
+            # Three times forward and backward; the last unit goes from one to the other as it is.
+            assert counts == {
+                name: 1 if name in stays else 3 if name == "blocks.2" else 6
+                for name in ("blocks.0", "blocks.1", "blocks.2")
+            }, (budget, counts)
+
+
+def job_refused(options: dict[str, object]) -> None:
+    wanted = case("integers", 0)
+    build_sharded(TASKS["integers"].build, wanted.recipe, dataclasses.replace(wanted.sharding, options=options))
+
+
+def test_a_budget_that_cannot_be_is_refused(ranks2: RankPool) -> None:
+    for value in (-1, 0.5, "all", True):
+        ranks2.run_expecting(
+            ValueError, "expected bytes, 0 or more, or 'auto'", job_refused, {"residency_bytes": value}
+        )
+    both = {"residency_bytes": 1, "fsdp_double_buffer": True}
+    ranks2.run_expecting(ValueError, "in a double buffer they take turns", job_refused, both)
+    ranks2.run(job_refused, {"residency_bytes": "auto"})
+
+
+@dataclasses.dataclass(eq=False)
+class Sized:
+    """As much of a unit as residency reads."""
+
+    gathered_nbytes: int
+    is_resident: bool = False
+
+
+def test_the_last_units_that_fit_stay() -> None:
+    units = [Sized(nbytes) for nbytes in (10, 30, 0, 20, 50)]
+    assert keep_resident(units, 40) == 30
+    assert [unit.is_resident for unit in units] == [True, False, False, True, False]
+
+
+class Ranks:
+    """Stands for all ranks, of which another one has less memory."""
+
+    units = [Sized(10) for _ in range(4)]
+
+    def highest(self, numbers: list[int]) -> list[int]:
+        return [max(numbers[0], -25)]
+
+
+def test_what_the_first_step_leaves_free_is_agreed_on_and_decided_once() -> None:
+    device = mock.Mock(is_cuda=True, free_nbytes=mock.Mock(side_effect=[1000]))
+    residency = Residency(Ranks(), device, None)
+    residency.decide()
+    residency.decide()
+    assert [unit.is_resident for unit in Ranks.units] == [False, False, True, True]
