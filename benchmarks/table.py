@@ -1,0 +1,137 @@
+"""Measures rows of the table in docs/performance.md: engines side by side, one after the other on the same GPUs.
+
+    python benchmarks/table.py --gpus 4 --out benchmarks/results            # every row
+    python benchmarks/table.py --gpus 4 --rows 8b-bf16 1b-bf16 --engines ours fsdp2 nocomm
+    python benchmarks/table.py --show benchmarks/results                    # what has been measured, as Markdown
+
+Every row becomes one JSON file: the results as `fsdp_bench.py` prints them, versions, GPU, commands. `mfsdp` needs the
+package megatron-fsdp in a folder of its own, since it has our import name: --peer-path.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+ENGINE_SOURCE = ROOT / "megatron/core/distributed/fsdp/src"
+
+#: Workloads: what `fsdp_bench.py` is told about them.
+ROWS = {
+    "8b-bf16": ("--size", "8b", "--seq", "4096", "--grad-comm", "bf16"),
+    "8b-fp32": ("--size", "8b", "--seq", "4096", "--grad-comm", "fp32"),
+    "8b-bf16-accum4": ("--size", "8b", "--seq", "4096", "--grad-comm", "bf16", "--accum", "4"),
+    "8b-seq1024-bf16": ("--size", "8b", "--seq", "1024", "--grad-comm", "bf16"),
+    "8b-seq1024-fp32": ("--size", "8b", "--seq", "1024", "--grad-comm", "fp32"),
+    "1b-bf16": ("--size", "1b", "--seq", "2048", "--grad-comm", "bf16"),
+}
+#: Engines: what `fsdp_bench.py` is told about them.
+ENGINES = {
+    "nocomm": ("--engine", "nocomm"),
+    "ddp": ("--engine", "ddp"),
+    "fsdp2": ("--engine", "fsdp2"),
+    "mfsdp": ("--engine", "mfsdp"),
+    "ours": ("--engine", "ours", "--exact-init"),
+    "ours-resident": ("--engine", "ours", "--exact-init", "--residency", "auto"),
+    "ours-double-buffer": ("--engine", "ours", "--exact-init", "--double-buffer", "--persist"),
+    "ours-user-buffers": ("--engine", "ours", "--exact-init", "--nccl-ub", "--persist"),
+}
+
+
+def measure(row: str, engine: str, given: argparse.Namespace) -> dict[str, Any]:
+    """One engine's result in one row; its error, if it has none."""
+    arguments = [*ENGINES[engine], *ROWS[row], "--steps", str(given.steps)]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(given.gpus)]
+    source = given.peer_path if engine == "mfsdp" else str(ENGINE_SOURCE)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))}
+    start = time.monotonic()
+    try:
+        run = subprocess.run(
+            [sys.executable, *command, str(HERE / "fsdp_bench.py"), *arguments],
+            capture_output=True, text=True, timeout=given.timeout_s, env=environment, check=False,
+        )  # fmt: skip
+        lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+        result = json.loads(lines[-1].removeprefix("RESULT ")) if lines else {"error": run.stderr[-2000:]}
+    except subprocess.TimeoutExpired:
+        result = {"error": f"no result within {given.timeout_s} s"}
+    shown = " ".join(("torchrun", *command[2:], "benchmarks/fsdp_bench.py", *arguments))
+    return {"command": shown, "wall_s": round(time.monotonic() - start, 1), **result}
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what it was measured."""
+    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+        "commit": commit.stdout.strip() or os.environ.get("COMMIT", ""),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def table(folder: Path) -> str:
+    """The latest measurement of each row as Markdown."""
+    latest: dict[tuple[str, int], dict[str, Any]] = {}
+    for file in sorted(folder.glob("*.json")):
+        measured = json.loads(file.read_text(encoding="utf-8"))
+        latest[measured["row"], measured["gpus"]] = measured
+    lines = [
+        "| workload | GPUs | engine | step: median (range) ms | tokens/s/GPU | allocated / reserved GiB "
+        "| first, middle, last loss |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (row, gpus), measured in sorted(latest.items()):
+        for engine, result in measured["results"].items():
+            if "error" in result:
+                lines.append(
+                    f"| {row} | {gpus} | {engine} | failed: {result['error'].strip().splitlines()[-1][:80]} | | | |"
+                )
+                continue
+            lines.append(
+                f"| {row} | {gpus} | {engine} | {result['step_ms']} ({result['min_ms']} to {result['max_ms']}) | "
+                f"{result['tok_s_gpu']:,} | {result['alloc_gib']} / {result['reserved_gib']} | "
+                f"{', '.join(f'{loss:.4f}' for loss in result['loss'])} |"
+            )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures and prints, or only prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
+    parser.add_argument("--engines", nargs="+", default=["nocomm", "fsdp2", "ours", "ours-resident"], choices=ENGINES)
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--timeout-s", type=float, default=300.0)
+    parser.add_argument("--peer-path", default="", help="folder that holds the package megatron-fsdp, for mfsdp")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--show", type=Path, help="print the table of this folder and measure nothing")
+    given = parser.parse_args(arguments)
+    if given.show:
+        sys.stdout.write(table(given.show) + "\n")
+        return
+    given.out.mkdir(parents=True, exist_ok=True)
+    for row in given.rows:
+        results: dict[str, Any] = {}
+        for engine in given.engines:
+            results[engine] = measure(row, engine, given)
+            sys.stdout.write(f"{row} {engine}: {json.dumps(results[engine])}\n")
+            sys.stdout.flush()
+        measured = {"row": row, "gpus": given.gpus, "machine": machine(), "results": results}
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{row}-{given.gpus}gpus.json"
+        (given.out / name).write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(table(given.out) + "\n")
+
+
+if __name__ == "__main__":
+    main()
