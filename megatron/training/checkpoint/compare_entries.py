@@ -52,7 +52,7 @@ def _same_value(one: Any, other: Any) -> bool:
 def _element_difference(one: torch.Tensor, other: torch.Tensor, rtol: float, atol: float) -> str | None:
     if torch.equal(one, other):
         return None
-    wide = torch.promote_types(one.dtype, torch.float64) if one.dtype.is_floating_point else torch.int64
+    wide = torch.float64 if one.dtype.is_floating_point else torch.int64
     wide = one.dtype if one.dtype.is_complex else wide
     one, other = one.to(wide), other.to(wide)
     if torch.allclose(one, other, rtol=rtol, atol=atol, equal_nan=True):

@@ -127,11 +127,26 @@ def read_file(path: Path) -> Source:
     if values and all(isinstance(value, torch.Tensor) for value in values.values()):
         values = {"model": values}
     arguments = values.get(ARGUMENTS)
-    flat = flattened({name: value for name, value in values.items() if name != ARGUMENTS})
+    flat = flattened(_named({name: value for name, value in values.items() if name != ARGUMENTS}))
     source = {name: _entry(value) if isinstance(value, torch.Tensor) else value for name, value in flat.items()}
     if arguments is None:
         return source
     return {**source, ARGUMENTS: argparse.Namespace(**(arguments if isinstance(arguments, dict) else vars(arguments)))}
+
+
+def _named(value: Any) -> Any:
+    """`value` with text for keys (torch's optimizers number parameters), and with dicts for lists that hold tensors."""
+    if isinstance(value, Mapping):
+        return {str(key): _named(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and _holds_tensors(value):
+        return {str(number): _named(item) for number, item in enumerate(value)}
+    return value
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, (Mapping, list, tuple)):
+        return any(map(_holds_tensors, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, torch.Tensor)
 
 
 def _entry(tensor: torch.Tensor) -> Entry:

@@ -56,7 +56,7 @@ class _ReadingPlanner(DefaultSavePlanner):
     """Reads each tensor when it is to be written."""
 
     def __init__(self, source: Source, progress: Progress):
-        super().__init__()
+        super().__init__(flatten_state_dict=False)  # It is flat; a list of dicts is one value.
         self._source, self._progress = source, progress
 
     def lookup_object(self, index: MetadataIndex) -> Any:

@@ -138,6 +138,24 @@ def test_a_bare_state_dict_becomes_a_checkpoint_of_weights(tmp_path):
     assert TOOL.main(["diff", str(tmp_path / "bare.pt"), str(tmp_path / "out"), "--only", "model."]) == 0
 
 
+def test_what_plain_torch_saves_of_a_run_becomes_a_checkpoint(tmp_path, capsys):
+    """Its optimizers number parameters, and a list may hold tensors, also of a dtype that promotes to no other."""
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    extra = [torch.ones(2, dtype=torch.float8_e4m3fn), {"deep": torch.zeros(2)}]
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": extra}, tmp_path / "one.pt")
+    extra[0] = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": extra}, tmp_path / "two.pt")
+    assert TOOL.main(["convert", str(tmp_path / "one.pt"), str(tmp_path / "new"), "--to", "fsdp_dtensor"]) == 0
+    assert values(tmp_path / "new").keys() >= {"optimizer.state.0.exp_avg", "extra.0", "extra.1.deep"}
+    assert TOOL.main(["diff", str(tmp_path / "one.pt"), str(tmp_path / "new")]) == 0
+    capsys.readouterr()
+    assert TOOL.main(["diff", str(tmp_path / "one.pt"), str(tmp_path / "two.pt")]) == 1
+    assert "extra.0: 1 of 2 elements differ, by up to 1\n" in capsys.readouterr().out
+
+
 def test_diff_tells_names_shapes_and_the_largest_difference(tmp_path, capsys):
     one = {"a": torch.zeros(4), "b": torch.zeros(2), "nan": torch.tensor([float("nan")]), "only": torch.ones(1)}
     other = {"a": torch.tensor([0.0, 0.0, 0.25, -0.5]), "b": torch.zeros(3), "nan": one["nan"].clone()}
