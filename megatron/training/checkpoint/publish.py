@@ -150,7 +150,10 @@ def _condemned(disk: Disk, folder: Path, root: Path, iteration: int) -> Path:
 def _delete(disk: Disk, folder: Path) -> None:
     """Deletes a hidden folder; what is left of it hurts nobody, and the next save tries again."""
     try:
-        delete_tree(disk, folder)
+        if folder.is_dir() and not folder.is_symlink():
+            delete_tree(disk, folder)
+        else:  # A file or a link in the place of a checkpoint.
+            disk.delete_file(folder)
     except OSError as error:
         logger.warning("%s cannot be deleted (%s); delete it when no run writes to it", folder, error.strerror)
 

@@ -238,6 +238,18 @@ class Undeletable(CrashingDisk):
         raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
 
 
+def test_a_file_or_a_link_in_the_place_of_a_checkpoint_is_replaced(tmp_path):
+    root, elsewhere = tmp_path / "root", tmp_path / "iter_0000030"
+    save(Disk(), tmp_path, 30)
+    root.mkdir()
+    (root / "iter_0000010").write_text("a file")
+    (root / "iter_0000020").symlink_to(elsewhere)
+    save(Disk(), root, 10)
+    save(Disk(), root, 20)
+    assert sorted(path.name for path in root.iterdir()) == ["iter_0000010", "iter_0000020", TRACKER]
+    assert load(root) == 20 and damage(elsewhere) is None, "what the link led to is not ours to delete"
+
+
 def test_what_cannot_be_deleted_stops_no_save(tmp_path):
     for iteration in (10, 12, 12, 20):
         save(Undeletable(), tmp_path, iteration)
