@@ -18,7 +18,7 @@ from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.machine.torch_compat import strided_shard
 from megatron_fsdp.plan.strategy import Placement
 from megatron_fsdp.runtime.unit import ManagedParam
-from megatron_fsdp.state.flat_buffer import FlatBuffer, piece_bounds
+from megatron_fsdp.state.flat_buffer import piece_bounds
 from megatron_fsdp.state.param_group import ParamGroup
 from megatron_fsdp.state.param_tags import copy_tags
 from megatron_fsdp.state.tensor_parallel import Stretch, TensorCut, tensor_cut
@@ -176,17 +176,24 @@ class ShardSpec:
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The contiguous `view` as a tensor whose storage is just its memory.
+    """The contiguous `view` as a tensor whose storage is just its memory: see `own_storage`."""
+    storage = own_storage(view)
+    if storage is None:
+        return view
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
+
+
+def own_storage(view: torch.Tensor) -> torch.UntypedStorage | None:
+    """A storage that is just the memory of the contiguous `view`; None if it has one.
 
     torch (2.11 to 2.13) neither deep-copies nor stages a DTensor whose local tensor begins inside its storage, and
     copies the whole storage of one that does not fill it.
     """
     storage, nbytes = view.untyped_storage(), view.numel() * view.element_size()
     if storage.nbytes() == nbytes:
-        return view
+        return None
     first = view.storage_offset() * view.element_size()
-    piece = storage[first : first + nbytes] if nbytes else torch.UntypedStorage(0, device=view.device)
-    return torch.empty(0, dtype=view.dtype, device=view.device).set_(piece, 0, view.shape, view.stride())
+    return storage[first : first + nbytes] if nbytes else torch.UntypedStorage(0, device=view.device)
 
 
 def _mesh_of(index: FSDPDistributedIndex, is_expert: bool) -> tuple[DeviceMesh, int, dist.ProcessGroup | None]:
@@ -294,7 +301,7 @@ def make_sharded_param(param: ManagedParam, group: ParamGroup, slot: int, index:
     return sharded
 
 
-def cast_grad(sharded: nn.Parameter, final: FlatBuffer) -> DTensor:
+def cast_grad(sharded: nn.Parameter, final: torch.Tensor) -> DTensor:
     """The finalized gradient of a sharded parameter in its dtype; every rank has one, perhaps of no rows."""
     spec: ShardSpec = sharded.megatron_fsdp_spec
-    return spec.wrap(final.view(spec.slot).to(sharded.dtype))
+    return spec.wrap(final.to(sharded.dtype))

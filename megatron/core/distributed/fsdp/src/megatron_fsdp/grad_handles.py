@@ -9,18 +9,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.dtensor import ShardSpec, with_own_storage
+from megatron_fsdp.dtensor import ShardSpec, own_storage
 from megatron_fsdp.machine.torch_compat import local_tensor, viewed_tensor
-from megatron_fsdp.state.flat_buffer import FlatBuffer
 
 
-def _references(made: dict[int, object]) -> dict[int, int]:
-    """How often each value is referred to, by key."""
-    return {key: sys.getrefcount(value) for key, value in made.items()}
+def _references(made: dict[int, object], keys: Iterable[int]) -> dict[int, int]:
+    """How often each of these values is referred to, by key."""
+    return {key: sys.getrefcount(made[key]) for key in keys if key in made}
 
 
 #: What that says of a value that nobody else holds; interpreters differ in what a loop and a call hold.
-_NOBODY_ELSE = _references({0: object()})[0]
+_NOBODY_ELSE = _references({0: object()}, [0])[0]
 
 
 class GradHandles:
@@ -35,17 +34,20 @@ class GradHandles:
         self._pointing: set[int] = set()
         """Those that show what the buffers hold now."""
 
-    @torch.no_grad()
-    def of(self, sharded: nn.Parameter, final: FlatBuffer) -> DTensor:
-        """The gradient of `sharded`, on every rank, perhaps of zero rows. Shares the buffer's memory."""
+    def of(self, sharded: nn.Parameter, final: torch.Tensor) -> DTensor:
+        """The gradient of `sharded`, on every rank, perhaps of zero rows. Shares the memory of `final`.
+
+        Call it without recording: it is called for every parameter in every step.
+        """
         key = id(sharded)
         if key not in self._pointing:
-            spec: ShardSpec = sharded.megatron_fsdp_spec
-            view = final.view(spec.slot)
             if key in self._made:
-                local_tensor(self._made[key]).set_(with_own_storage(view))
+                storage = own_storage(final)
+                if storage is None:
+                    storage = final.untyped_storage()
+                local_tensor(self._made[key]).set_(storage, 0, final.shape, final.stride())
             else:
-                self._made[key] = _made_for(spec, view)
+                self._made[key] = _made_for(sharded.megatron_fsdp_spec, final)
             self._pointing.add(key)
         return self._made[key]
 
@@ -53,9 +55,7 @@ class GradHandles:
     def let_go(self, params: Iterable[nn.Parameter]) -> None:
         """Points at nothing, so that buffers can be freed. What somebody else holds keeps its memory and values."""
         keys = {id(sharded) for sharded in params}
-        for key, references in _references(self._made).items():
-            if key not in keys:
-                continue
+        for key, references in _references(self._made, keys).items():
             if references > _NOBODY_ELSE:
                 del self._made[key]
             elif key in self._pointing:

@@ -65,22 +65,28 @@ class ParamAndGradBuffer:
         check_frozenness(self.managed_params)
         self._schedule.wait_for_reductions()
         self.forget_dropped()
-        for group, param in self.trained():
-            sharded = param.sharded
-            self._check_grad(param)
-            if self._is_left_out(group, sharded):
-                continue
-            if group.main_grad.state is GradState.FINAL and self._is_attached(group, sharded):
-                continue  # a copy in another dtype may have been clipped since
-            if group.main_grad.state is not GradState.FINAL:
-                sharded.grad = None
-            elif self._use_decoupled_grad:
-                sharded.decoupled_grad = self._handles.of(sharded, group.main_grad.final)
-            elif group.facts.grad_dtype == sharded.dtype:
-                sharded.grad = self._handles.of(sharded, group.main_grad.final)
-            else:
-                sharded.grad = cast_grad(sharded, group.main_grad.final)
-            self._attached[id(sharded)] = (self._grad(sharded), group.main_grad.generation)
+        for group, members in self._trained_groups():
+            is_final = group.main_grad.state is GradState.FINAL
+            finals = group.main_grad.final_views() if is_final else [None] * len(members)
+            for param, final in zip(members, finals, strict=True):
+                self._check_grad(param)
+                self._attach(group, param.sharded, final)
+
+    def _attach(self, group: ParamGroup, sharded: nn.Parameter, final: torch.Tensor | None) -> None:
+        """Gives the parameter its part `final` of the finalized gradient, unless it has had that; None if not final."""
+        if self._is_left_out(group, sharded):
+            return
+        if final is not None and self._is_attached(group, sharded):
+            return  # a copy in another dtype may have been clipped since
+        if final is None:
+            sharded.grad = None
+        elif self._use_decoupled_grad:
+            sharded.decoupled_grad = self._handles.of(sharded, final)
+        elif group.facts.grad_dtype == sharded.dtype:
+            sharded.grad = self._handles.of(sharded, final)
+        else:
+            sharded.grad = cast_grad(sharded, final)
+        self._attached[id(sharded)] = (self._grad(sharded), group.main_grad.generation)
 
     def _is_left_out(self, group: ParamGroup, sharded: nn.Parameter) -> bool:
         """The gradient of this cycle was taken off the parameter again."""

@@ -85,11 +85,16 @@ class FlatBuffer:
 
     def view(self, slot: int) -> torch.Tensor:
         """This rank's rows of parameter `slot`, shape (rows, *shape[1:]); zero rows if it owns none. Shares storage."""
+        start, end, shape = self.place(slot)
+        return self.data[start:end].view(shape)
+
+    def place(self, slot: int) -> tuple[int, int, tuple[int, ...]]:
+        """Elements [start, end) of `data` that hold this rank's rows of parameter `slot`, and their shape."""
         rows = self.rows(slot)
         place = self.layout.slots[slot]
         shape = (rows.count, *place.shape[1:]) if place.shape else ()
-        offset = rows.start - self.bounds[0] if rows.count else 0
-        return self.data[offset : offset + math.prod(shape)].view(shape)
+        start = rows.start - self.bounds[0] if rows.count else 0
+        return start, start + math.prod(shape), shape
 
     def part(self, placement: AxisPair) -> FlatBuffer:
         """The piece of this buffer that `placement` leaves to this rank. Shares storage."""

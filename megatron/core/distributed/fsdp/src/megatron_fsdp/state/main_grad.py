@@ -58,11 +58,17 @@ class MainGrad:
         self._staged: FlatBuffer | None = None
         # Worked out once: this is needed of every parameter in every backward, and the host must run ahead.
         self._places = [(slot.start, slot.end, slot.shape) for slot in facts.layout.slots]
+        self._final_places = [self.final.place(slot) for slot in range(len(facts.layout.slots))]
 
     @property
     def final(self) -> FlatBuffer:
         """The part of the buffer that the optimizer reads once the state is FINAL."""
         return self.buffer.part(self._plan.finalized_grad())
+
+    def final_views(self) -> list[torch.Tensor]:
+        """This rank's rows of every parameter in `final`."""
+        data = self.final.data
+        return [data[start:end].view(shape) for start, end, shape in self._final_places]
 
     @property
     def staging_key(self) -> str:
