@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,11 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 def version_of(value: object) -> int | None:
     """How often a tensor has been changed in place; None for what does not count (torch 1.0 to 2.13)."""
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int | None]:
+    """`version_of` each: one call for all weights of a unit, before and after each of its forwards."""
+    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def premul_sum(factor: float) -> dist.ReduceOp:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from typing import NamedTuple
 
 
@@ -146,6 +147,7 @@ def plan_for(inner: str, outer: str = NO_SHARD, *, inner_size: int = 2, outer_si
     )
 
 
+@functools.cache
 def moves(source: AxisPair, target: AxisPair) -> tuple[tuple[int, Placement, Placement], ...]:
     """Single-axis steps (axis, from, to) that take a buffer from `source` to `target`; axis 0 is the outer one.
 

@@ -143,7 +143,7 @@ class Gatherer:
         """Frees the gathered weights of `unit` once the work issued so far has read them."""
         unit.show_sharded()
         unit.is_ahead = False
-        if not any(group.is_unsharded and group.plan.gathers_weights for group in unit.groups):
+        if not unit.holds_gathered:
             return
         self._wait_for(unit)  # it may have been prefetched and never used
         done = self._device.record_event()

@@ -368,7 +368,7 @@ class Schedule:
         """Rebuilds every resting weight that is not current. **Collective**."""
         self._gatherer.follow()
         for unit in self.units:
-            if not any(group.plan.gathers_weights for group in unit.groups):
+            if not unit.gathers_weights:
                 self._gatherer.gather(unit)
 
     @contextlib.contextmanager

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.machine.device import Event
-from megatron_fsdp.machine.torch_compat import awaits_gradient, storage_id, version_of
+from megatron_fsdp.machine.torch_compat import awaits_gradient, storage_id, version_of, versions_of
 from megatron_fsdp.state.param_group import ParamGroup
 from megatron_fsdp.state.tensor_parallel import local_part
 
@@ -98,7 +98,12 @@ class Unit:
         self._tensor_parallel = [raw for raw in self.trainable if isinstance(raw, DTensor)]
         self.gather_event: Event | None = None
         self.refresh_event: Event | None = None
-        self.gathered_numel = sum(group.layout.size for group in groups if group.plan.gathers_weights)
+        # What is asked several times in every call is worked out once: the host must run ahead of the device.
+        self._gathering = [group for group in groups if group.plan.gathers_weights]
+        self._refreshing = [group for group in groups if group.plan.refreshes_along_outer]
+        self.gathers_weights = bool(self._gathering)
+        """Some of its weights are there only while it computes."""
+        self.gathered_numel = sum(group.layout.size for group in self._gathering)
         """Elements of the weights that are there only while it computes, padding included."""
         self._storages = {storage for group in groups for storage in group.gathered_storages}
         self._calls: list[weakref.ref[Call]] = []
@@ -138,12 +143,12 @@ class Unit:
     @property
     def needs_refresh(self) -> bool:
         """Something is left to do over the outer axis."""
-        return any(group.plan.refreshes_along_outer and not group.is_fresh for group in self.groups)
+        return any(not group.is_fresh for group in self._refreshing)
 
     @property
-    def gathers_weights(self) -> bool:
-        """Some of its weights are there only while it computes."""
-        return any(group.plan.gathers_weights for group in self.groups)
+    def holds_gathered(self) -> bool:
+        """Some of its weights are there that a release would free."""
+        return any(group.is_unsharded for group in self._gathering)
 
     @property
     def is_unsharded(self) -> bool:
@@ -167,12 +172,15 @@ class Unit:
 
     def note_weights(self) -> None:
         """Remembers the weights that a forward must not change."""
-        self._weight_versions = [version_of(raw) for raw in self._unwritable]
+        self._weight_versions = versions_of(self._unwritable)
 
     def check_weights(self) -> None:
         """Raises RuntimeError if the forward that ends has changed a weight in place: the change would be lost."""
-        for raw, before in zip(self._unwritable, self._weight_versions, strict=False):
-            if version_of(raw) != before:
+        versions = versions_of(self._unwritable)
+        if versions == self._weight_versions:
+            return
+        for raw, version, before in zip(self._unwritable, versions, self._weight_versions, strict=False):
+            if version != before:
                 fqn = next(param.fqn for param in self.params if param.raw is raw)
                 raise RuntimeError(
                     f"the forward of unit {self.label} has changed {fqn} in place, which would be lost: the weights "
@@ -217,16 +225,18 @@ class Unit:
             for place in param.places:
                 place.hold(getattr(param, form))
 
-    @torch.no_grad()
     def align_grads(self) -> None:
         """Makes gradients lie over tensor-parallel ranks as their parameters do. **Collective** over these ranks.
 
         Autograd leaves the gradient of a replicated norm, say, as a sum still to be taken. Ranks come here alike: they
         have one batch and run one program. They walk parameters, not groups, in one order.
         """
-        for raw in self._tensor_parallel:
-            if raw.grad is not None and raw.grad.placements != raw.placements:
-                raw.grad = raw.grad.redistribute(placements=raw.placements)
+        if not self._tensor_parallel:
+            return
+        with torch.no_grad():
+            for raw in self._tensor_parallel:
+                if raw.grad is not None and raw.grad.placements != raw.placements:
+                    raw.grad = raw.grad.redistribute(placements=raw.placements)
 
     def awaits_grads(self) -> bool:
         """The backward that runs now will bring more gradients; False also for parameters that it does not reach."""

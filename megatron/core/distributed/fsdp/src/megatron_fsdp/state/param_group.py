@@ -203,7 +203,8 @@ class ParamGroup:
         """
         if not self.needs_gather and not again:
             return
-        self.refresh()
+        if not self._is_fresh:
+            self.refresh()
         if not self.is_unsharded or (again and self.plan.gathers_weights):
             for full, weight in zip(self._full, self._weights, strict=True):
                 if not self.is_unsharded:
