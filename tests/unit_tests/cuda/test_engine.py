@@ -57,6 +57,13 @@ def test_a_step_is_bitwise_reproducible() -> None:
     assert first == second
 
 
+def test_the_overlap_report_reads_the_streams() -> None:
+    for strategy, figures in zip((1, 3), launch("overlap", (1,), (3,)), strict=True):
+        assert figures["compute_ms"] > 0 and figures["gather_ms"] > 0 and figures["reduce_ms"] > 0, (strategy, figures)
+        assert figures["least_ms"] >= 0 and figures["allocated"] > 0, (strategy, figures)
+        assert figures["compute_ms"] + figures["exposed_ms"] <= figures["elapsed_ms"], (strategy, figures)
+
+
 def test_between_steps_a_rank_holds_its_buffers_and_nothing_else() -> None:
     for strategy, memory in zip(range(4), launch("resting_memory", (0,), (1,), (2,), (3,)), strict=True):
         assert memory["excess"] < 0.02, (strategy, memory)
