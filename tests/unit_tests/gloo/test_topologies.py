@@ -63,6 +63,16 @@ def test_context_parallel_ranks_are_data_parallel_ranks(ranks4: RankPool) -> Non
     check(ranks4, [*flat, *hybrid])
 
 
+def test_two_by_four_ranks_and_eight_in_a_row_train_alike() -> None:
+    pool = RankPool(8)
+    try:
+        row = [(integers(strategy), (1, 8, 1), None) for strategy in (0, 3)]
+        hybrid = [(integers(inner), (2, 4, 1), outer) for inner, outer in HYBRIDS]
+        check(pool, [*row, *hybrid, (integers(3), (4, 2, 1), "optim")])
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize(("ranks", "shape"), [(1, (1, 1, 1)), (2, (1, 2, 1)), (2, (2, 1, 1)), (4, (4, 1, 1))])
 def test_axes_of_one_rank(rank_pools: dict[int, RankPool], ranks: int, shape: tuple[int, int, int]) -> None:
     check(rank_pools[ranks], [(integers(inner), shape, outer) for inner, outer in HYBRIDS])
