@@ -74,24 +74,24 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
-        "commit": commit.stdout.strip() or os.environ.get("COMMIT", ""),
+        "commit": os.environ.get("COMMIT") or commit.stdout.strip(),
         "date": time.strftime("%Y-%m-%d"),
     }
 
 
 def table(folder: Path) -> str:
-    """The latest measurement of each row as Markdown."""
+    """The latest measurement of each engine in each row as Markdown."""
     latest: dict[tuple[str, int], dict[str, Any]] = {}
     for file in sorted(folder.glob("*.json")):
         measured = json.loads(file.read_text(encoding="utf-8"))
-        latest[measured["row"], measured["gpus"]] = measured
+        latest.setdefault((measured["row"], measured["gpus"]), {}).update(measured["results"])
     lines = [
         "| workload | GPUs | engine | step: median (range) ms | tokens/s/GPU | allocated / reserved GiB "
         "| first, middle, last loss |",
         "|---|---|---|---|---|---|---|",
     ]
-    for (row, gpus), measured in sorted(latest.items()):
-        for engine, result in measured["results"].items():
+    for (row, gpus), results in sorted(latest.items()):
+        for engine, result in results.items():
             if "error" in result:
                 lines.append(
                     f"| {row} | {gpus} | {engine} | failed: {result['error'].strip().splitlines()[-1][:80]} | | | |"
