@@ -110,6 +110,8 @@ OPTIONS = [
         "no module of TinyMLP is a Conv2d; classes present are: .*MLPBlo",
     ),
     ({"mixed_precision_policy": torch.float32}, TypeError, "expected a MixedPrecisionPolicy"),
+    ({"residency_bytes": "1GB"}, ValueError, r"^residency_bytes \(fsdp_residency_bytes\) is '1GB'; expected bytes"),
+    ({"residency_bytes": 1, "fsdp_double_buffer": True}, ValueError, "^residency_bytes .* is 1, .*leave out one of"),
     ({"nccl_ub": True}, ValueError, "nccl_ub=True registers memory with NCCL, but the model computes on cpu"),
     ({"fsdp_db_use_persist_buf_on_alloc_fail": True}, ValueError, "on_alloc_fail=True needs fsdp_double_buffer=True"),
     ({"disable_symmetric_registration": True}, ValueError, "disable_symmetric_registration=True needs nccl_ub=True"),

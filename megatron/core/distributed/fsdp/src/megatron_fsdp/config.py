@@ -329,10 +329,12 @@ def resolve(
 def _residency_nbytes(config: DistributedDataParallelConfig) -> int | None:
     value = config.fsdp_residency_bytes
     if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-        raise ValueError(f"fsdp_residency_bytes is {value!r}; expected bytes, 0 or more, or 'auto'")
+        raise ValueError(
+            f"residency_bytes (fsdp_residency_bytes) is {value!r}; expected bytes, an int of 0 or more, or 'auto'"
+        )
     if value != 0 and buffer_policy(config).has_slots:
         raise ValueError(
-            f"fsdp_residency_bytes={value!r} lets units keep their memory, but in a double buffer they take turns; "
-            "leave out one of the two."
+            f"residency_bytes (fsdp_residency_bytes) is {value!r}, which lets units keep their memory, but in a double "
+            "buffer they take turns; leave out one of the two."
         )
     return None if value == "auto" else value
