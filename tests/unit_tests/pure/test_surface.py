@@ -226,6 +226,15 @@ def test_fully_shard_shows_every_argument_of_fully_shard_model():
     assert all(param.annotation is not REQUIRED for param in inspect.signature(fully_shard).parameters.values())
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"), [("fsdp_units", "did you mean fsdp_unit_modules"), ("qqq", r"see help\(fully_shard\)")]
+)
+def test_a_misspelled_argument_of_fully_shard_is_told_by_name(name, hint):
+    module = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=rf"fully_shard\(\) got an unexpected keyword argument '{name}'; {hint}"):
+        fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1), **{name: 1})
+
+
 def test_fully_shard_optimizer():
     assert arguments(fully_shard_optimizer) == [("optimizer", REQUIRED), ("preproc_state_dict_for_dcp_ckpt", True)]
 

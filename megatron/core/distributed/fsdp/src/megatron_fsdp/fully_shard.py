@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -258,7 +259,7 @@ def fully_shard(
             f"of the optimizer's {len(held)} parameters {len(foreign)} are not of this {type(module).__name__}{first}; "
             "build it from module.parameters()."
         )
-    arguments = inspect.signature(fully_shard_model).bind(module, *args, **kwargs).arguments
+    arguments = _bound(module, *args, **kwargs)
     strategy = strategy_name(arguments.get("zero_dp_strategy", 3), "zero_dp_strategy")
     if strategy != NO_SHARD and not (dist.is_initialized() and dist.get_world_size() == 1):
         check_before_sharding(optimizer)
@@ -275,6 +276,20 @@ def fully_shard(
         optimizer.state[replacement] = state
     preprocess = model.state_dict_hooks.preprocess
     return model, fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=preprocess)
+
+
+def _bound(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments that are given to `fully_shard_model`, by name.
+
+    Raises:
+        TypeError: it does not take them.
+    """
+    signature = inspect.signature(fully_shard_model)
+    for name in (name for name in kwargs if name not in signature.parameters):
+        close = difflib.get_close_matches(name, signature.parameters, n=1)
+        hint = f"did you mean {close[0]}?" if close else "see help(fully_shard)."
+        raise TypeError(f"fully_shard() got an unexpected keyword argument {name!r}; {hint}")
+    return signature.bind(*args, **kwargs).arguments
 
 
 def _adopt_signature(function: Any) -> None:
