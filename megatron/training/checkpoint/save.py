@@ -108,7 +108,7 @@ class Saver:
             self.finish()
             return
         logger.info(
-            "saving iteration %d in the background; training stood still for %.3f s (%.3f s for the save before)",
+            "saving iteration %d in the background; training stood still for %.3f s (%.3f s of it for the save before)",
             iteration,
             time.perf_counter() - started_s,
             waited_s,

@@ -193,7 +193,7 @@ def warmup_has_one_length(config: RunConfig, setting: Setting) -> Iterator[str]:
     else:
         decay, unit = scheduler.lr_decay_samples or config.train.train_samples, "samples"
     if decay and count >= decay:
-        yield f"--lr-warmup-{unit} {count} leaves nothing of the decay's {decay} {unit}"
+        yield f"--lr-warmup-{unit} {count} leaves nothing of the decay's {decay} {unit}; take fewer than {decay}"
 
 
 @rule

@@ -292,8 +292,8 @@ def _check_part(
     if tokens < minimum_tokens:
         raise ValueError(
             f"data prefix {prefix!r}: the {split.name} part has {tokens} tokens in {end - begin} of {len(lengths)} "
-            f"documents; expected at least {minimum_tokens}. Change --split, use more documents, "
-            f"or ask for no {split.name} samples"
+            f"documents; expected at least {minimum_tokens}. Use more documents, or change --split: 0 makes no "
+            f"{split.name} part"
         )
     probe = indexed.get(begin, length=min(int(lengths[begin]), _PROBED_TOKENS))
     if probe.size and int(probe.max()) >= config.tokenizer.vocab_size:

@@ -256,7 +256,11 @@ def test_files_made_anew_never_meet_old_indices(tmp_path):
         ({"data_path": ["1", "{prefix}", "{prefix}", "{prefix}"]}, (9, 0, 0), "with and without weights"),
         ({"data_path": ["0", "{prefix}", "1", "{prefix}"]}, (9, 0, 0), "weights must be positive"),
         ({"data_path": ["1", "{prefix}"]}, (9, None, 0), "must have no weights"),
-        ({"data_path": ["{prefix}"], "split": "999,1,0"}, (9, 4, 0), "valid part has 0 tokens in 0 of 20 documents"),
+        (
+            {"data_path": ["{prefix}"], "split": "999,1,0"},
+            (9, 4, 0),
+            "valid part has 0 tokens in 0 of 20 .*: 0 makes no valid",
+        ),
         ({"data_path": ["{prefix}"], "split": "0,1,1"}, (9, 0, 0), "no data to train on"),
         ({"valid_data_path": ["{prefix}"]}, (9, 0, 0), "no data to train on"),
         ({"data_path": ["{prefix}"], "seq_length": 500, "split": "1,1,0"}, (9, None, 0), "expected at least 501"),

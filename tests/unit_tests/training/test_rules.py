@@ -103,7 +103,11 @@ CASES = [
     ("schedule_counts_as_training_does", "--train-samples 9 --lr-decay-iters 2", "use --lr-decay-samples"),
     ("warmup_has_one_length", "--lr-warmup-fraction 0.1 --lr-warmup-iters 2", "exclude each other"),
     ("warmup_has_one_length", "--lr-warmup-fraction 1", "it should be from 0 to below 1"),
-    ("warmup_has_one_length", "--train-iters 4 --lr-warmup-iters 4", "leaves nothing of the decay's 4 iters"),
+    (
+        "warmup_has_one_length",
+        "--train-iters 4 --lr-warmup-iters 4",
+        "nothing of the decay's 4 iters; take fewer than 4",
+    ),
     ("warmup_has_one_length", "--train-samples 4 --lr-warmup-samples 4", "the decay's 4 samples"),
     ("learning_rate_has_its_range", "", "--lr is missing"),
     ("learning_rate_has_its_range", "--lr 1e-3 --min-lr 1e-2", "--min-lr 0.01 is above --lr 0.001"),
