@@ -162,7 +162,7 @@ class MegatronFSDP(nn.Module):
             logger.info("%s", build_summary(schedule, config, request.pool))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward. **Collective**: every rank runs the same units."""
+        """The module's own forward. **Collective**; which of its units a rank runs is that rank's own business."""
         return self.module(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
