@@ -123,6 +123,7 @@ def draw(curve: Curve, entropy: float, resumed_at: int, path: Path) -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
+    import matplotlib  # noqa: F401  (for the last step: what is missing is told before the first)
     import torch
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
