@@ -38,6 +38,9 @@ _EXPECTED_WARNINGS = (
 )
 """What megatron-core says at each import of a fallback, on every rank."""
 
+_RENAMED_COLLECTIVES = r"`torch\.distributed\.\w+` is deprecated\. Please use `torch\.distributed\.\w+_single`"
+"""What torch says, on every rank, of collectives that megatron-core calls by their old names."""
+
 _TOKENIZER_FLAGS = "--tokenizer-type --tokenizer-model --vocab-file --merge-file --vocab-size --padded-vocab-size"
 
 logger = logging.getLogger(__name__)
@@ -139,9 +142,10 @@ def differing_flags(one: RunConfig, other: RunConfig) -> str:
 
 
 def ignore_expected_warnings() -> None:
-    """Silences what megatron-core says at each import of a fallback."""
+    """Silences what megatron-core says at each import of a fallback, and torch of the names that it calls."""
     for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message, module=r"megatron\.core\.")
+    warnings.filterwarnings("ignore", message=_RENAMED_COLLECTIVES, category=FutureWarning)
 
 
 def configure_logging(level: int | None, ranks: Ranks) -> None:

@@ -5,14 +5,16 @@ import shlex
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
+import torch
 
 import megatron.training
 import megatron_fsdp
 from megatron.training.config import load_config
 from megatron.training.files import make_output_folders, missing_files
-from megatron.training.launch import RunError, configure_logging, launch
+from megatron.training.launch import RunError, configure_logging, ignore_expected_warnings, launch
 from megatron.training.ranks import ON_EVERY_RANK, Ranks
 from megatron.training.versions import check_versions
 from tests.unit_tests.harness.rank_pool import REPO_ROOT, import_paths
@@ -167,6 +169,17 @@ def test_a_warning_of_all_ranks_is_shown_once(rank, told, monkeypatch, capsys):
     root.warning("all", extra=ON_EVERY_RANK)
     root.warning("one")
     assert capsys.readouterr().err.splitlines() == told
+
+
+def test_torch_is_not_heard_on_names_that_megatron_core_calls():
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        ignore_expected_warnings()
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+            with pytest.raises(ValueError, match="process group has not been initialized"):
+                getattr(torch.distributed, name)(torch.empty(2), torch.ones(2))
+        warnings.warn("`mine` is deprecated", FutureWarning, stacklevel=1)
+    assert [str(warning.message) for warning in heard] == ["`mine` is deprecated"]
 
 
 def test_help_needs_neither_torch_nor_megatron_core():
