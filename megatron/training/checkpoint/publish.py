@@ -54,11 +54,11 @@ def begin(disk: Disk, root: Path, iteration: int) -> Partial:
     """Deletes what interrupted runs left in `root`, and makes an empty hidden folder for a new checkpoint."""
     with _one_at_a_time(root):
         clear_remnants(disk, root)
-    folder = hidden_folder(root, iteration, secrets.token_hex(4), PARTIAL)
-    disk.make_folder(folder)
-    descriptor = os.open(folder, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # Not every file system has locks.
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder = hidden_folder(root, iteration, secrets.token_hex(4), PARTIAL)
+        disk.make_folder(folder)
+        descriptor = os.open(folder, os.O_RDONLY)  # Before another run can take it for a remnant.
+        with contextlib.suppress(OSError):  # Not every file system has locks.
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return Partial(root=root, iteration=iteration, folder=folder, lock=descriptor)
 
 

@@ -23,12 +23,12 @@ def forget_warnings() -> None:
     ddp_config._warn_once.cache_clear()
 
 
-def test_ours_is_a_megatron_core_config_with_thirteen_more_fields() -> None:
+def test_ours_is_a_megatron_core_config_with_fourteen_more_fields() -> None:
     assert issubclass(OurConfig, McoreConfig)
     names = {field.name for field in dataclasses.fields(OurConfig)} - {
         field.name for field in dataclasses.fields(McoreConfig)
     }
-    assert len(names) == 13
+    assert len(names) == 14
     for field in dataclasses.fields(McoreConfig):
         assert getattr(OurConfig(), field.name) == getattr(McoreConfig(), field.name)
 
@@ -59,6 +59,7 @@ def test_megatron_cores_own_class_resolves_with_the_missing_fields_at_their_defa
 def test_every_engine_field_arrives(name: str) -> None:
     changed = {
         bool: lambda value: not value,
+        int: lambda value: value + 7,
         str: lambda _: "optim_grads_params",
         type(None): lambda _: 7,
         torch.dtype: lambda _: None,

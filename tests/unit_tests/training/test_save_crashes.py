@@ -6,8 +6,8 @@ import os
 import pickle
 import resource
 import shutil
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -205,12 +205,12 @@ class Meanwhile(CrashingDisk):
 
     def __init__(self, root: Path) -> None:
         super().__init__()
-        self.root, self.threads = root, []
+        self.root, self.others = root, []
+        self.pool = ThreadPoolExecutor(8)
 
     def rename(self, source, target):
-        self.threads.append(threading.Thread(target=publish_only, args=(self.root,)))
-        self.threads[-1].start()
-        self.threads[-1].join(0.05)  # It waits, if it is made to.
+        self.others.append(self.pool.submit(publish_only, self.root))
+        wait(self.others[-1:], timeout=0.05)  # It waits, if it is made to.
         super().rename(source, target)
 
 
@@ -224,9 +224,9 @@ def test_two_runs_that_save_to_one_folder_do_not_meet(tmp_path):
     save(Disk(), tmp_path, 10)
     disk = Meanwhile(tmp_path)
     save(disk, tmp_path, 10)
-    for thread in disk.threads:
-        thread.join()
-    assert len(disk.threads) == 4 and not list(all_hidden(tmp_path))
+    for other in disk.others:
+        other.result()
+    assert len(disk.others) == 4 and not list(all_hidden(tmp_path))
     assert read_tracker(tmp_path) == 10 and folder_to_load(tmp_path, None) == tmp_path / "iter_0000010"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", TRACKER]
 
