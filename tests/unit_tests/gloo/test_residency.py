@@ -70,7 +70,7 @@ def job_refused(options: dict[str, object]) -> None:
 def test_a_budget_that_cannot_be_is_refused(ranks2: RankPool) -> None:
     for value in (-1, 0.5, "all", True):
         ranks2.run_expecting(
-            ValueError, "expected bytes, 0 or more, or 'auto'", job_refused, {"residency_bytes": value}
+            ValueError, "expected bytes, an int of 0 or more, or 'auto'", job_refused, {"residency_bytes": value}
         )
     both = {"residency_bytes": 1, "fsdp_double_buffer": True}
     ranks2.run_expecting(ValueError, "in a double buffer they take turns", job_refused, both)

@@ -237,7 +237,7 @@ def signalled_in_evaluation(folder: Path) -> list[Outcome]:
         outcome.output = batches
         return outcome
 
-    flags = f"--train-iters 3 --eval-interval 2 --save {folder} --async-save"
+    flags = f"--train-iters 3 --eval-interval 2 --save {folder}"
     return [signal_at(2, flags), signal_at(3, flags), signal_at(2, f"--skip-train --load {folder} --ckpt-step 2")]
 
 
