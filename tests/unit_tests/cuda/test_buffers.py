@@ -45,6 +45,12 @@ def test_units_that_take_turns_lose_no_bit_and_no_memory(comm: str) -> None:
     assert plain["regions"] == 0 < buffered[0]["regions"] < buffered[1]["regions"]
 
 
+@pytest.mark.xfail(reason="not reached: 1.53 to 1.61 was measured for this model, 1.17 for one of 8B parameters")
+def test_hardly_more_is_reserved_than_allocated() -> None:
+    for result in measured(*((3, "float32", options) for options in (ALIKE, KEPT, LARGEST))):
+        assert result["reserved_over_allocated"] < 1.05
+
+
 @pytest.mark.parametrize("comm", ["float32", "bfloat16"])
 def test_registered_memory_changes_no_bit(comm: str) -> None:
     plain, *registered = measured(*((3, comm, options) for options in ({}, UB, LOCAL, LATE)))
