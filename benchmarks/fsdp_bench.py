@@ -172,6 +172,7 @@ def make_engine(args, device):
             mixed_precision_policy=MixedPrecisionPolicy(
                 main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=comm),
             nccl_ub=args.nccl_ub, fsdp_double_buffer=args.double_buffer,
+            overlap_grad_reduce=not args.plain, overlap_param_gather=not args.plain,
             residency_bytes=args.residency if args.residency == "auto" else int(float(args.residency)),
             fsdp_db_use_persist_buf_on_alloc_fail=args.persist, sync_model_each_microbatch=args.accum == 1)
 
@@ -190,7 +191,7 @@ def make_engine(args, device):
     raise SystemExit(f"unknown engine {args.engine}")
 
 
-def main():
+def parser():
     ap = argparse.ArgumentParser()
     ap.add_argument("--engine", required=True)
     ap.add_argument("--size", default="8b", choices=SIZES)
@@ -204,12 +205,17 @@ def main():
     ap.add_argument("--nccl-ub", action="store_true")
     ap.add_argument("--double-buffer", action="store_true")
     ap.add_argument("--persist", action="store_true", help="ours: what fits no double buffer keeps a buffer of its own")
+    ap.add_argument("--plain", action="store_true", help="ours: nothing runs beside anything else")
     ap.add_argument("--residency", default="0", help="ours: bytes of weights that stay gathered through a step, or auto")
     ap.add_argument("--steps", type=int, default=12)
     ap.add_argument("--warmup", type=int, default=4)
     ap.add_argument("--trace", default="")
     ap.add_argument("--exact-init", action="store_true", help="ours: start from the same fp32 weights as fsdp2, to compare losses")
-    args = ap.parse_args()
+    return ap
+
+
+def main():
+    args = parser().parse_args()
     rank = int(os.environ["RANK"])
     local = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(local)
