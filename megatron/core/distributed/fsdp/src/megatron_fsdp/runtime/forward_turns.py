@@ -77,7 +77,8 @@ class ForwardTurns:
         """The unit is about to run: takes every turn before its own, and its own. **Collective**."""
         call = self._reach(unit)
         self._root_call.inner.append(call)
-        self._called.append(self._forum.units.index(unit))
+        if not self._is_known_alike:  # else nobody asks
+            self._called.append(self._forum.units.index(unit))
         return call
 
     def _reach(self, unit: Unit) -> Call:
