@@ -167,8 +167,14 @@ def make_engine(args, device):
         model = build(args, device, torch.bfloat16)
         init_weights(model)
         units = [Block, nn.Embedding] if args.units == "all" else [Block]
+        hybrid = {}
+        if args.outer:  # half of the ranks shard, the other half repeats (no_shard) or shares the optimizer's state (optim)
+            names = ("outer", "dp")
+            mesh = dist.device_mesh.init_device_mesh("cuda", (2, dist.get_world_size() // 2), mesh_dim_names=names)
+            hybrid = dict(device_mesh=mesh, dp_shard_dim="dp", dp_outer_dim="outer", outer_dp_sharding_strategy=args.outer,
+                          hybrid_fsdp_group=mesh[names]._flatten("all").get_group())
         model = fully_shard_model(
-            model, fsdp_unit_modules=units, zero_dp_strategy=args.strategy,
+            model, fsdp_unit_modules=units, zero_dp_strategy=args.strategy, **hybrid,
             mixed_precision_policy=MixedPrecisionPolicy(
                 main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=comm),
             nccl_ub=args.nccl_ub, fsdp_double_buffer=args.double_buffer,
@@ -205,6 +211,7 @@ def parser():
     ap.add_argument("--nccl-ub", action="store_true")
     ap.add_argument("--double-buffer", action="store_true")
     ap.add_argument("--persist", action="store_true", help="ours: what fits no double buffer keeps a buffer of its own")
+    ap.add_argument("--outer", default="", choices=["", "no_shard", "optim"], help="ours: on a mesh of 2 x N/2, the outer axis so")
     ap.add_argument("--plain", action="store_true", help="ours: nothing runs beside anything else")
     ap.add_argument("--residency", default="0", help="ours: bytes of weights that stay gathered through a step, or auto")
     ap.add_argument("--steps", type=int, default=12)

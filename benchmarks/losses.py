@@ -26,6 +26,8 @@ RUNS = {
     "plain": ("--engine", "ours", "--exact-init", "--plain"),
     "ours": ("--engine", "ours", "--exact-init"),
     "ours-resident": ("--engine", "ours", "--exact-init", "--residency", "auto"),
+    "ours-hsdp": ("--engine", "ours", "--exact-init", "--outer", "no_shard"),
+    "ours-hfsdp": ("--engine", "ours", "--exact-init", "--outer", "optim"),
     "ours-double-buffer": ("--engine", "ours", "--exact-init", "--double-buffer", "--persist"),
     "ours-user-buffers": ("--engine", "ours", "--exact-init", "--nccl-ub", "--persist"),
 }

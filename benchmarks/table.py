@@ -31,6 +31,7 @@ ROWS = {
     "8b-bf16-accum4": ("--size", "8b", "--seq", "4096", "--grad-comm", "bf16", "--accum", "4"),
     "8b-seq1024-bf16": ("--size", "8b", "--seq", "1024", "--grad-comm", "bf16"),
     "8b-seq1024-fp32": ("--size", "8b", "--seq", "1024", "--grad-comm", "fp32"),
+    "3b-bf16": ("--size", "3b", "--seq", "4096", "--grad-comm", "bf16"),
     "1b-bf16": ("--size", "1b", "--seq", "2048", "--grad-comm", "bf16"),
 }
 #: Engines: what `fsdp_bench.py` is told about them.
@@ -41,6 +42,8 @@ ENGINES = {
     "mfsdp": ("--engine", "mfsdp"),
     "ours": ("--engine", "ours", "--exact-init"),
     "ours-resident": ("--engine", "ours", "--exact-init", "--residency", "auto"),
+    "ours-hsdp": ("--engine", "ours", "--exact-init", "--outer", "no_shard"),
+    "ours-hfsdp": ("--engine", "ours", "--exact-init", "--outer", "optim"),
     "ours-double-buffer": ("--engine", "ours", "--exact-init", "--double-buffer", "--persist"),
     "ours-user-buffers": ("--engine", "ours", "--exact-init", "--nccl-ub", "--persist"),
 }
@@ -50,8 +53,9 @@ def measure(row: str, engine: str, given: argparse.Namespace) -> dict[str, Any]:
     """One engine's result in one row; its error, if it has none."""
     arguments = [*ENGINES[engine], *ROWS[row], "--steps", str(given.steps)]
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(given.gpus)]
-    source = given.peer_path if engine == "mfsdp" else str(ENGINE_SOURCE)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))}
+    # The peer has our import name and refuses to be where megatron-core is: it gets its own folder and nothing else.
+    paths = [given.peer_path] if engine == "mfsdp" else [str(ENGINE_SOURCE), os.environ.get("PYTHONPATH")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     start = time.monotonic()
     try:
         run = subprocess.run(

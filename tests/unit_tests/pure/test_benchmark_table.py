@@ -44,3 +44,18 @@ def test_an_engine_that_gives_no_result_is_an_error_in_its_row(table, tmp_path, 
     result = table.measure("1b-bf16", "ours", given)
     assert "fsdp_bench.py" in result["error"]
     assert result["command"].startswith("torchrun --standalone --nproc-per-node 1")
+
+
+def test_the_peer_sees_its_own_folder_only(table, monkeypatch):
+    seen = {}
+
+    def run(command, *, env, **_):
+        seen[command[command.index("--engine") + 1]] = env["PYTHONPATH"]
+        return argparse.Namespace(stdout="", stderr="nothing ran")
+
+    monkeypatch.setattr(table.subprocess, "run", run)
+    monkeypatch.setenv("PYTHONPATH", "/others")
+    given = argparse.Namespace(steps=1, gpus=1, timeout_s=60.0, peer_path="/peer")
+    for engine in ("mfsdp", "ours"):
+        table.measure("1b-bf16", engine, given)
+    assert seen == {"mfsdp": "/peer", "ours": f"{table.ENGINE_SOURCE}:/others"}
