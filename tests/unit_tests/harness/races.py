@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -68,9 +68,27 @@ class Block:
     start: int
     nbytes: int
     stream: FakeStream
-    writes: dict[str, Stamp] = dataclasses.field(default_factory=dict)
-    reads: dict[str, Stamp] = dataclasses.field(default_factory=dict)
+    writes: dict["Access", Stamp] = dataclasses.field(default_factory=dict)
+    reads: dict["Access", Stamp] = dataclasses.field(default_factory=dict)
     label: str = ""
+
+
+class Access(NamedTuple):
+    """Bytes that a stream has used; two streams may use different ones of one block."""
+
+    stream: str
+    first: int
+    stop: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, stream: str) -> "Access":
+        """All bytes between the first and the last element."""
+        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+        nbytes = (span + 1) * tensor.element_size() if tensor.numel() else 0
+        return cls(stream, tensor.data_ptr(), tensor.data_ptr() + nbytes)
+
+    def overlaps(self, other: "Access") -> bool:
+        return self.first < other.stop and other.first < self.stop
 
 
 class Races(TorchDispatchMode):
@@ -132,14 +150,15 @@ class Races(TorchDispatchMode):
         block = self._block(tensor.untyped_storage())
         if block is None:
             return
-        earlier = block.writes.values() if not writes else (*block.writes.values(), *block.reads.values())
-        for stamp in earlier:
-            if not self.current.is_after(stamp):
+        own = Access.of(tensor, self.current.name)
+        earlier = block.writes.items() if not writes else (*block.writes.items(), *block.reads.items())
+        for other, stamp in earlier:
+            if not self.current.is_after(stamp) and own.overlaps(other):
                 kind = "writes" if writes else "reads"
                 self.found.append(
                     f"{what} on {self.current.name} {kind} what {stamp.stream} may be using: {block.label}"
                 )
-        (block.writes if writes else block.reads)[self.current.name] = self.current.tick()
+        (block.writes if writes else block.reads)[own] = self.current.tick()
         block.label = block.label or f"{tensor.numel()} x {tensor.dtype} of {what}"
 
     @contextlib.contextmanager
