@@ -211,6 +211,20 @@ def buffers_are_there_to_be_kept_or_registered(config: RunConfig, setting: Setti
 
 
 @rule
+def copies_have_gathers_to_make(config: RunConfig, setting: Setting) -> Iterator[str]:
+    """GPUs copy weights out of each other's memory in place of NCCL's gathers."""
+    ddp = config.ddp
+    if not ddp.fsdp_copy_engine_gather:
+        return
+    if not setting.machine.has_cuda or config.dist.distributed_backend == "gloo":
+        yield "--fsdp-copy-engine-gather copies between GPUs, which needs CUDA; leave it out"
+    if ddp.data_parallel_sharding_strategy == "no_shard":
+        yield "--fsdp-copy-engine-gather is about gathers; --data-parallel-sharding-strategy no_shard makes none"
+    if ddp.nccl_ub:
+        yield "--fsdp-copy-engine-gather gathers without NCCL, with which --use-nccl-ub registers memory; leave out one"
+
+
+@rule
 def averages_have_one_meaning(config: RunConfig, setting: Setting) -> str | None:
     """The per-token loss divides by tokens after a plain sum; an average in the collective would divide twice."""
     if config.ddp.average_in_collective and config.model.calculate_per_token_loss:

@@ -104,6 +104,9 @@ class DdpConfig:
     fsdp_residency_bytes: str = "0"
     """Memory for weights that stay gathered until the optimizer steps; auto: what the first step leaves free."""
 
+    fsdp_copy_engine_gather: bool = False
+    """Gather weights within one host by copies out of the other GPUs' memory, without NCCL."""
+
     nccl_ub: bool = False
     """Register communication buffers with NCCL, after the first step; implies --fsdp-double-buffer."""
 

@@ -115,6 +115,7 @@ OTHER_NAMES: dict[str, str] = {
 OURS: dict[str, str] = {
     "ddp.fsdp_unit_modules": "Megatron-LM has it in code only",
     "ddp.fsdp_residency_bytes": "Megatron-LM's engine gathers every unit again in backward",
+    "ddp.fsdp_copy_engine_gather": "Megatron-LM's engine gathers with NCCL only",
     "checkpoint.verify_checksums": "Megatron-LM's checkpoints have no checksums",
     "logger.log_overlap": "Megatron-LM's timers do not see streams",
 }

@@ -137,7 +137,7 @@ def to_ddp_config(config: RunConfig) -> Mapping[str, object]:
             "overlap_grad_reduce", "overlap_param_gather", "average_in_collective", "use_megatron_fsdp",
             "suggested_communication_unit_size", "megatron_fsdp_enable_fine_grained_param_gather", "nccl_ub",
             "fsdp_double_buffer", "megatron_fsdp_max_pool_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail",
-            "disable_symmetric_registration")  # fmt: skip
+            "disable_symmetric_registration", "fsdp_copy_engine_gather")  # fmt: skip
     return {
         **{name: getattr(ddp, name) for name in same},
         "use_distributed_optimizer": ddp.use_megatron_fsdp,

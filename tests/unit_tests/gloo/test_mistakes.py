@@ -113,6 +113,13 @@ OPTIONS = [
     ({"residency_bytes": "1GB"}, ValueError, r"^residency_bytes \(fsdp_residency_bytes\) is '1GB'; expected bytes"),
     ({"residency_bytes": 1, "fsdp_double_buffer": True}, ValueError, "^residency_bytes .* is 1, .*leave out one of"),
     ({"nccl_ub": True}, ValueError, "nccl_ub=True registers memory with NCCL, but the model computes on cpu"),
+    (
+        {"copy_engine_gather": True},
+        ValueError,
+        r"^copy_engine_gather=True \(fsdp_copy.* on cpu; leave it",
+    ),
+    ({"copy_engine_gather": True, "zero_dp_strategy": 0}, ValueError, "about gathers, but zero_dp_strategy='no_shard'"),
+    ({"copy_engine_gather": True, "nccl_ub": True}, ValueError, "gathers without NCCL, with which nccl_ub=True"),
     ({"fsdp_db_use_persist_buf_on_alloc_fail": True}, ValueError, "on_alloc_fail=True needs fsdp_double_buffer=True"),
     ({"disable_symmetric_registration": True}, ValueError, "disable_symmetric_registration=True needs nccl_ub=True"),
     ({"keep_fp8_transpose_cache": True}, NotImplementedError, "keep_fp8_transpose_cache=True is not"),

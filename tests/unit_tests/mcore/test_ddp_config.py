@@ -23,12 +23,12 @@ def forget_warnings() -> None:
     ddp_config._warn_once.cache_clear()
 
 
-def test_ours_is_a_megatron_core_config_with_fourteen_more_fields() -> None:
+def test_ours_is_a_megatron_core_config_with_fifteen_more_fields() -> None:
     assert issubclass(OurConfig, McoreConfig)
     names = {field.name for field in dataclasses.fields(OurConfig)} - {
         field.name for field in dataclasses.fields(McoreConfig)
     }
-    assert len(names) == 14
+    assert len(names) == 15
     for field in dataclasses.fields(McoreConfig):
         assert getattr(OurConfig(), field.name) == getattr(McoreConfig(), field.name)
 

@@ -84,6 +84,7 @@ def test_every_option_is_read_or_refused():
         "outer_dp_sharding_strategy",
         "megatron_fsdp_use_decoupled_grad",
         "fsdp_residency_bytes",
+        "fsdp_copy_engine_gather",
         *BUFFER_OPTIONS,
         *(f"megatron_fsdp_{name}" for name in PRECISION_FIELDS),
     }

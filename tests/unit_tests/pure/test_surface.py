@@ -122,6 +122,7 @@ CONFIG_FIELDS = {
     "megatron_fsdp_enable_fine_grained_param_gather": False,
     "megatron_fsdp_max_pool_double_buffer": False,
     "fsdp_residency_bytes": 0,
+    "fsdp_copy_engine_gather": False,
 }
 METHODS = {
     "forward": "(self, *args, **kwargs)",
@@ -195,7 +196,7 @@ EXPORTS = {
 
 
 #: What this package adds to the arguments of fully_shard and fully_shard_model; it cannot be hit by position.
-ADDED = {"root_params": (), "residency_bytes": 0}
+ADDED = {"root_params": (), "residency_bytes": 0, "copy_engine_gather": False}
 ADDED_TO_THE_CLASS = {"root_params": ()}
 
 

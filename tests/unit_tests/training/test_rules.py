@@ -67,6 +67,7 @@ def test_golden_flags_are_fine(machine: Machine) -> None:
 
 
 BUFFERS = "buffers_are_there_to_be_kept_or_registered"
+COPIES = "copies_have_gathers_to_make"
 
 CASES = [
     ("required_fields_are_given", "", "--num-layers is missing"),
@@ -192,6 +193,9 @@ CASES = [
     (BUFFERS, "--fsdp-manual-registration", "--fsdp-manual-registration needs --use-nccl-ub"),
     (BUFFERS, "--disable-symmetric-registration", "--disable-symmetric-registration needs --use-nccl-ub"),
     (BUFFERS, "--fsdp-db-use-persist-buf-on-alloc-fail", "on-alloc-fail needs --fsdp-double-buffer"),
+    (COPIES, "--fsdp-copy-engine-gather", "--fsdp-copy-engine-gather copies between GPUs, which needs CUDA"),
+    (COPIES, "--fsdp-copy-engine-gather --data-parallel-sharding-strategy 0", "no_shard makes none"),
+    (COPIES, "--fsdp-copy-engine-gather --use-nccl-ub", "leave out one"),
     ("averages_have_one_meaning", "--ddp-average-in-collective --calculate-per-token-loss", "exclude each other"),
     ("kernels_have_their_packages", "--masked-softmax-fusion", "leave it out or pass --no-masked-softmax-fusion"),
     ("kernels_have_their_packages", "--rope-fusion", "--rope-fusion needs TransformerEngine and CUDA"),

@@ -64,6 +64,8 @@ def test_ddp() -> None:
     fields = to_ddp_config(load_config(argv.split()))
     assert fields["use_megatron_fsdp"] and fields["average_in_collective"]
     assert fields["data_parallel_sharding_strategy"] == "optim"
+    assert not fields["fsdp_copy_engine_gather"]
+    assert to_ddp_config(load_config(f"{RUN} --fsdp-copy-engine-gather".split()))["fsdp_copy_engine_gather"]
     assert fields["megatron_fsdp_main_params_dtype"] is torch.float32
     assert fields["megatron_fsdp_main_grads_dtype"] is None
     assert fields["megatron_fsdp_grad_comm_dtype"] is torch.bfloat16

@@ -94,6 +94,11 @@ def _check_device(config: EngineConfig, device: torch.device | str | None) -> No
     kind = torch.device(device).type if device is not None else default_device_type()
     if config.buffers.is_registered and kind != "cuda":
         raise ValueError(f"nccl_ub=True registers memory with NCCL, but the model computes on {kind}; leave it out.")
+    if config.gathers_by_copies and kind != "cuda":
+        raise ValueError(
+            f"copy_engine_gather=True (fsdp_copy_engine_gather) has GPUs copy weights out of each other's memory, but "
+            f"the model computes on {kind}; leave it out."
+        )
 
 
 def check_experts(plans: Sequence[UnitPlan], index: FSDPDistributedIndex) -> None:

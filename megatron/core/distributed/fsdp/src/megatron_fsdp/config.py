@@ -131,6 +131,10 @@ class DistributedDataParallelConfig:
     """Memory for weights that stay gathered until the optimizer steps, so that no backward or later micro-batch gathers
     them again; "auto": nine tenths of what the first step left free on the GPU with the least, nothing on the CPU."""
 
+    fsdp_copy_engine_gather: bool = False
+    """Gather weights over the inner axis, which must lie within one host, by copies out of the other GPUs' memory: they
+    take longer than NCCL's gathers, and less from a computation beside them."""
+
 
 def default_config() -> DistributedDataParallelConfig:
     """What `MegatronFSDP` does when it is given no options: everything sharded, everything overlapped."""
@@ -231,6 +235,8 @@ class EngineConfig:
     """Memory of what is communicated."""
     residency_nbytes: int | None = 0
     """Bytes for weights that stay gathered through a step; None: what the first step leaves free."""
+    gathers_by_copies: bool = False
+    """Over the inner axis ranks copy weights out of each other's memory."""
 
     @property
     def strategy_label(self) -> str:
@@ -323,6 +329,7 @@ def resolve(
         is_fine_grained=is_fine_grained or config.megatron_fsdp_enable_fine_grained_param_gather,
         buffers=buffer_policy(config),
         residency_nbytes=_residency_nbytes(config),
+        gathers_by_copies=_gathers_by_copies(config, inner),
     )
 
 
@@ -338,3 +345,17 @@ def _residency_nbytes(config: DistributedDataParallelConfig) -> int | None:
             "buffer they take turns; leave out one of the two."
         )
     return None if value == "auto" else value
+
+
+def _gathers_by_copies(config: DistributedDataParallelConfig, inner: str) -> bool:
+    if not config.fsdp_copy_engine_gather:
+        return False
+    option = "copy_engine_gather=True (fsdp_copy_engine_gather)"
+    if inner == NO_SHARD:
+        raise ValueError(f"{option} is about gathers, but zero_dp_strategy={inner!r} makes none; leave it out.")
+    if config.nccl_ub:
+        raise ValueError(
+            f"{option} gathers without NCCL, with which nccl_ub=True registers the memory of gathers; leave out one of "
+            "the two."
+        )
+    return True

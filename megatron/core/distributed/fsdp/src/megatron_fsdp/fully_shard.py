@@ -68,6 +68,7 @@ def fully_shard_model(
     *,
     root_params: Collection[torch.nn.Parameter] = (),
     residency_bytes: int | str = 0,
+    copy_engine_gather: bool = False,
 ) -> MegatronFSDP:
     """Shards `module` over the data-parallel ranks, from the first one's values. **Collective**, with equal arguments.
 
@@ -92,6 +93,7 @@ def fully_shard_model(
         root_params: parameters of `module` that are read outside the forward of the unit that owns them, as in
             `F.linear(x, self.embedding.weight)`; they stay gathered while the model computes.
         residency_bytes: `fsdp_residency_bytes` of `DistributedDataParallelConfig`.
+        copy_engine_gather: `fsdp_copy_engine_gather` of `DistributedDataParallelConfig`.
 
     Raises:
         ValueError, TypeError, ImportError: a mistake in the arguments, on every rank before anything is communicated.
@@ -126,6 +128,7 @@ _CONFIG_FIELDS = {
     "cuda_graph_mode": "megatron_fsdp_cuda_graph_mode",
     "maxpool_double_buffer": "megatron_fsdp_max_pool_double_buffer",
     "residency_bytes": "fsdp_residency_bytes",
+    "copy_engine_gather": "fsdp_copy_engine_gather",
 }
 #: Arguments of `fully_shard_model` -> arguments of `MegatronFSDP`.
 _MODEL_OPTIONS = {

@@ -10,6 +10,7 @@ from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.allocator import SlotPool, StoragePool
 from megatron_fsdp.plan.slots import PoolSlot
 from megatron_fsdp.plan.strategy import NO_SHARD
+from megatron_fsdp.runtime.peers import offered_nbytes
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.storage import storage_needs
 from megatron_fsdp.runtime.unit import Unit
@@ -43,7 +44,7 @@ def build_summary(schedule: Schedule, config: EngineConfig, pool: StoragePool) -
         f"zero_grad, at most {weights / _MIB:.1f} MiB of gathered weights "
         f"and {grads / _MIB:.1f} MiB of gradients on their way "
         f"(recomputation over k units keeps k of them gathered)."
-        f"{_resident(units, config)}{_slots(schedule, pool)}"
+        f"{_resident(units, config)}{_slots(schedule, pool)}{_offered(groups)}"
     )
     columns = ("unit", "groups", "parameters", "padding", "MiB persistent", "MiB gathered", "tags")
     return "\n".join([head, _line(columns), *(_line(row) for row in _folded(rows))])
@@ -73,6 +74,17 @@ def _slots(schedule: Schedule, pool: StoragePool) -> str:
         f" Of {len(needs)} communication buffers {len(lent)} take turns in {len(shared)} slots of {_mib(shared)} MiB "
         f"together, {len(own)} keep {_mib(own)} MiB of their own, the others, {loose / _MIB:.1f} MiB, come and go"
         f"{'; registered with NCCL' if pool.is_registered else ''}."
+    )
+
+
+def _offered(groups: list[ParamGroup]) -> str:
+    """What peers read, if they do."""
+    nbytes = offered_nbytes(groups)
+    if not nbytes:
+        return ""
+    return (
+        f" Weights are gathered by copies out of {nbytes / _MIB:.1f} MiB of symmetric memory on each rank, which torch "
+        "does not count as allocated."
     )
 
 

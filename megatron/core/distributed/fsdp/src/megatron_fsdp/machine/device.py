@@ -117,6 +117,17 @@ class Device:
         for stream in streams:
             stream.wait_stream(current)
 
+    @property
+    def number(self) -> int | None:
+        """What this process calls its CUDA device; None on the CPU."""
+        if not self.is_cuda:
+            return None
+        return torch.cuda.current_device() if self.torch_device.index is None else self.torch_device.index
+
+    def reads(self, number: int) -> bool:
+        """The CUDA device that this process calls `number`, another one than this, lets this one read its memory."""
+        return number < torch.cuda.device_count() and torch.cuda.can_device_access_peer(self.number, number)
+
     def record_event(self) -> Event:
         """An event recorded on the current stream."""
         if not self.is_cuda:

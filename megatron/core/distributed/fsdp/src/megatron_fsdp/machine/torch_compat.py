@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -129,6 +130,22 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 def nccl_backend(group: dist.ProcessGroup, device: torch.device) -> dist.Backend:
     """What `group` uses for CUDA tensors; memory pools are made and registered there (torch 2.7 to 2.13)."""
     return group._get_backend(device)
+
+
+def symmetric_memory(nbytes: int, device: torch.device, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
+    """`nbytes` of `device` that all ranks of `group` can read, and the handle through which they do. **Collective**.
+
+    Freed when both are gone; torch's caching allocator does not count them. `_symmetric_memory.empty()` would take them
+    from a pool that keeps them (torch 2.13), so this does what it does without one.
+
+    Raises:
+        RuntimeError: the devices do not reach each other, or memory cannot be shared between these processes.
+    """
+    # Not above: the module registers dozens of operators, which nobody else here needs.
+    from torch.distributed import _symmetric_memory  # noqa: PLC0415
+
+    tensor = _symmetric_memory._SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+    return tensor, _symmetric_memory.rendezvous(tensor, group)
 
 
 def register_mem_pool(backend: dist.Backend, pool: object, *, as_window: bool) -> bool:

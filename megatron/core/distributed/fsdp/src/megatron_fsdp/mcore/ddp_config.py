@@ -81,6 +81,9 @@ class DistributedDataParallelConfig(McoreDistributedDataParallelConfig):
     fsdp_residency_bytes: int | str = 0
     """Memory for weights that stay gathered until the optimizer steps; "auto": what the first step leaves free."""
 
+    fsdp_copy_engine_gather: bool = False
+    """Gather weights within one host by copies out of the other GPUs' memory, without NCCL."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in _DTYPE_FIELDS:

@@ -86,6 +86,11 @@ class StrategyPlan:
         return self.weight.outer is not self.main_weight.outer
 
     @property
+    def gathers_along_inner(self) -> bool:
+        """Gathers, before use or after an install, run over the inner axis."""
+        return S in (self.weight.inner, self.main_weight.inner)
+
+    @property
     def reduces_each_microbatch(self) -> bool:
         """Every backward reduces on the inner axis; otherwise gradients accumulate unreduced."""
         return self.main_grad.inner is S

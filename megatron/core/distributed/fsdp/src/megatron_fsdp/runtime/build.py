@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -14,11 +14,14 @@ from torch.nn.parameter import is_lazy
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.allocator import StoragePool
 from megatron_fsdp.machine.collectives import GradScale
+from megatron_fsdp.machine.device import Device
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
+from megatron_fsdp.machine.peer_gather import PeerGather
 from megatron_fsdp.plan.grouping import GroupKey, GroupPlan, ParamSpec, plan_groups
 from megatron_fsdp.plan.strategy import NO_SHARD, StrategyPlan, plan_for
 from megatron_fsdp.runtime.discovery import UnitPlan, plan_units
 from megatron_fsdp.runtime.materialize import check_resettable, materialize, materialize_buffers
+from megatron_fsdp.runtime.peers import make_peers, open_peers
 from megatron_fsdp.runtime.unit import Unit
 from megatron_fsdp.state.codec import codec_for
 from megatron_fsdp.state.param_group import GroupFacts, ParamGroup
@@ -36,6 +39,8 @@ class BuildRequest:
     pool: StoragePool
     device: torch.device
     from_meta: bool
+    peers: Mapping[bool, PeerGather] = dataclasses.field(default_factory=dict)
+    """By `is_expert`, what gathers over the inner axis where collectives do not."""
 
 
 def plan_and_check(
@@ -132,7 +137,13 @@ def _shares_memory(tensor: torch.Tensor) -> bool:
 
 
 def build_units(request: BuildRequest, plans: list[UnitPlan]) -> list[Unit]:
-    """Shards units one after the other, so that at most one is whole beside what the caller holds. **Collective**."""
+    """Shards units one after the other, so that at most one is whole beside what the caller holds. **Collective**.
+
+    Raises:
+        ValueError: ranks are to read each other's memory and cannot; on every data-parallel rank.
+    """
+    peers = make_peers(request.config, request.index, Device(request.device))
+    request = dataclasses.replace(request, peers=peers)
     units = []
     for plan in plans:
         if request.from_meta:
@@ -144,6 +155,7 @@ def build_units(request: BuildRequest, plans: list[UnitPlan]) -> list[Unit]:
     if request.from_meta:
         materialize_buffers(request.module, request.device)
     _agree_on_buffers(request)
+    open_peers([group for unit in units for group in unit.groups], request.index)
     return units
 
 
@@ -227,6 +239,7 @@ def _make_group(plan: UnitPlan, request: BuildRequest, number: int, group: Group
         is_expert=group.key.is_expert,
         is_replicated=group.key.is_replicated,
         device=request.device,
+        peers=request.peers.get(group.key.is_expert),
     )
     return ParamGroup(facts, request.pool)
 

@@ -9,11 +9,14 @@ import torch
 
 from megatron_fsdp.machine import collectives
 from megatron_fsdp.machine.collectives import NO_SCALE, Axis, GradScale
+from megatron_fsdp.machine.peer_gather import PeerGather
 from megatron_fsdp.plan.layout import Layout, RowRange
 from megatron_fsdp.plan.strategy import COLLECTIVE, AxisPair, Placement, moves
 
 Axes = tuple[Axis, Axis]
 """The (outer, inner) data-parallel axes."""
+#: The position of the inner one.
+INNER = 1
 
 
 def piece_bounds(layout: Layout, axes: Axes, placement: AxisPair) -> tuple[int, int]:
@@ -102,8 +105,12 @@ class FlatBuffer:
         base = self.bounds[0]
         return FlatBuffer(self.layout, self.axes, placement, self.data[lo - base : hi - base])
 
-    def gather_from(self, source: FlatBuffer) -> None:
-        """Fills this buffer from `source`, which holds a smaller piece, perhaps of this buffer. **Collective**."""
+    def gather_from(self, source: FlatBuffer, peers: PeerGather | None = None) -> None:
+        """Fills this buffer from `source`, which holds a smaller piece, perhaps of this buffer. **Collective**.
+
+        Args:
+            peers: gathers over the inner axis; it casts where `source` has another dtype. None: collectives do.
+        """
         current = source
         steps = moves(source.placement, self.placement)
         for number, (axis, before, after) in enumerate(steps):
@@ -111,7 +118,10 @@ class FlatBuffer:
             placement = _with_axis(current.placement, axis, after)
             # Every stage but the last lands in its own slice of this buffer, so no stage needs memory of its own.
             target = self if number == len(steps) - 1 else self.part(placement)
-            _all_gather(target.data, current.data, self.axes[axis])
+            if axis == INNER and peers is not None:
+                peers.gather(target.data, current.data)
+            else:
+                _all_gather(target.data, current.data, self.axes[axis])
             current = FlatBuffer(self.layout, self.axes, placement, target.data)
 
     def reduce_to(self, placement: AxisPair, scale: GradScale = NO_SCALE) -> FlatBuffer:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_fsdp.machine.allocator import StoragePool
+from megatron_fsdp.machine.peer_gather import PeerGather
 from megatron_fsdp.machine.torch_compat import storage_id
 from megatron_fsdp.plan.layout import Layout
 from megatron_fsdp.plan.strategy import REPLICATED, StrategyPlan
 from megatron_fsdp.state.codec import Shard, WeightCodec
-from megatron_fsdp.state.flat_buffer import Axes, FlatBuffer, piece_bounds
+from megatron_fsdp.state.flat_buffer import INNER, Axes, FlatBuffer, piece_bounds
 from megatron_fsdp.state.main_grad import MainGrad
 
 
@@ -39,6 +40,8 @@ class GroupFacts:
     device: torch.device
     atom_rows: tuple[int, ...] = ()
     """By parameter, rows that no shard boundary cuts; none given: 1."""
+    peers: PeerGather | None = None
+    """Gathers over the inner axis; None: collectives do."""
 
 
 class ParamGroup:
@@ -105,6 +108,13 @@ class ParamGroup:
         if not self.plan.gathers_weights:
             return ()
         return tuple((self._key(number), full.nbytes) for number, full in enumerate(self._full))
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that this rank sends in the largest of its gathers over the inner axis; 0 if there are none."""
+        if not self.plan.gathers_along_inner:
+            return 0
+        return self.layout.size // self.facts.axes[INNER].size * max(weight.dtype.itemsize for weight in self._weights)
 
     @property
     def requires_grad(self) -> bool:
@@ -191,7 +201,9 @@ class ParamGroup:
         if self._is_fresh:
             return
         for weight in self._weights:
-            weight.gather_from(weight.part(self.plan.main_weight))
+            # What goes over the outer axis is on another stream than the gathers of the inner one.
+            peers = None if self.plan.refreshes_along_outer else self.facts.peers
+            weight.gather_from(weight.part(self.plan.main_weight), peers)
         self._is_fresh = True
 
     @torch.no_grad()
@@ -209,9 +221,16 @@ class ParamGroup:
             for full, weight in zip(self._full, self._weights, strict=True):
                 if not self.is_unsharded:
                     self._pool.acquire(full.data)
-                full.gather_from(self._cast_into(full) if self._casts_on_the_way else weight)
+                full.gather_from(self._sent(full, weight), self.facts.peers)
             self.is_unsharded = True
         self.facts.codec.after_gather(self.params)
+
+    def _sent(self, full: FlatBuffer, weight: FlatBuffer) -> FlatBuffer:
+        """What a gather of `full` starts from: the resting `weight`, or what is made of the main weight for it."""
+        if not self._casts_on_the_way:
+            return weight
+        # Peers read a cast of the main weight at once: a shard of `full` would be one copy more.
+        return self.main_weight_buffer if self.facts.peers is not None else self._cast_into(full)
 
     def _cast_into(self, full: FlatBuffer) -> FlatBuffer:
         """This rank's shard of `full`, made of the main weight."""
