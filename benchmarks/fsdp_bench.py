@@ -180,6 +180,7 @@ def make_engine(args, device):
             nccl_ub=args.nccl_ub, fsdp_double_buffer=args.double_buffer,
             overlap_grad_reduce=not args.plain, overlap_param_gather=not args.plain,
             residency_bytes=args.residency if args.residency == "auto" else int(float(args.residency)),
+            copy_engine_gather=args.copy_engine,
             fsdp_db_use_persist_buf_on_alloc_fail=args.persist, sync_model_each_microbatch=args.accum == 1)
 
         @contextlib.contextmanager
@@ -213,6 +214,7 @@ def parser():
     ap.add_argument("--persist", action="store_true", help="ours: what fits no double buffer keeps a buffer of its own")
     ap.add_argument("--outer", default="", choices=["", "no_shard", "optim"], help="ours: on a mesh of 2 x N/2, the outer axis so")
     ap.add_argument("--plain", action="store_true", help="ours: nothing runs beside anything else")
+    ap.add_argument("--copy-engine", action="store_true", help="ours: gather by copies out of the other GPUs' memory")
     ap.add_argument("--residency", default="0", help="ours: bytes of weights that stay gathered through a step, or auto")
     ap.add_argument("--steps", type=int, default=12)
     ap.add_argument("--warmup", type=int, default=4)
@@ -272,7 +274,7 @@ def main():
         s = med.item() / 1e3
         print("RESULT " + json.dumps(dict(
             engine=args.engine, size=args.size, gpus=dist.get_world_size(), seq=args.seq, mbs=args.mbs, accum=args.accum,
-            strategy=args.strategy, comm=args.grad_comm, units=args.units, ub=args.nccl_ub, db=args.double_buffer, residency=args.residency, rc=args.recompute,
+            strategy=args.strategy, comm=args.grad_comm, units=args.units, ub=args.nccl_ub, db=args.double_buffer, residency=args.residency, copies=args.copy_engine, rc=args.recompute,
             step_ms=round(med.item(), 1), min_ms=round(min(times), 1), max_ms=round(max(times), 1), tok_s_gpu=round(tok / s),
             mfu=round(flops / s / PEAK_BF16, 4), alloc_gib=round(stats[0].item(), 2), reserved_gib=round(stats[1].item(), 2),
             init_s=round(init_s, 1), params_b=round(nparams / 1e9, 3), loss=[losses[0], losses[len(losses)//2], losses[-1]])), flush=True)

@@ -24,6 +24,7 @@ from megatron_fsdp import (
     fully_shard_optimizer,
 )
 from megatron_fsdp.machine.allocator import PoisonPool, ResizePool
+from megatron_fsdp.runtime.peers import offered_nbytes
 
 VOCAB, WIDTH = 1300, 257
 
@@ -200,8 +201,47 @@ def buffered(strategy: int, comm: str, options: dict[str, bool]) -> dict[str, An
     }
 
 
+def gathered(dtype: str, strategy: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Losses of 6 steps of 2 micro-batches with `options`, bytes that peers read, and bytes given back at the end."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.manual_seed(0)
+    ours: Any = fully_shard_model(
+        model(1024).to(getattr(torch, dtype)).cuda(), fsdp_unit_modules=[nn.Sequential, nn.Embedding],
+        zero_dp_strategy=strategy, sync_model_each_microbatch=False, **options,
+    )  # fmt: skip
+    optimizer: Any = fully_shard_optimizer(torch.optim.AdamW(ours.parameters(), lr=1e-3, fused=True))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(6):
+        for is_last in (False, True):
+            ours.is_last_microbatch = is_last
+            batch = tuple(torch.randint(0, VOCAB, (64, 32), generator=generator).cuda() for _ in range(2))
+            loss = loss_of(ours, batch)
+            loss.backward()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            losses.append(total.item() / dist.get_world_size())
+        optimizer.step()
+        optimizer.zero_grad()
+    offered = offered_nbytes(ours.param_and_grad_buffer.parameter_groups)
+    before = _not_torchs()
+    del ours, optimizer, loss
+    dist.barrier()  # what a peer still maps is not free
+    torch.cuda.synchronize()
+    return {"losses": losses, "offered": offered, "given_back": before - _not_torchs()}
+
+
+def _not_torchs() -> int:
+    """Bytes of the device in use that torch's caching allocator has not reserved."""
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
 JOBS: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (parity, low_precision, overlap, resting_memory, buffered)
+    f.__name__: f for f in (parity, low_precision, overlap, resting_memory, buffered, gathered)
 }
 
 
