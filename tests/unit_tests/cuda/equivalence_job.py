@@ -2,7 +2,7 @@
 
     torchrun ... -m tests.unit_tests.cuda.equivalence_job DEVICE SECONDS STRIDE RESULTS
 
-DEVICE is cuda (NCCL) or cpu (gloo).
+DEVICE is cuda (NCCL) or cpu (gloo). If there are several hosts they are taken for one machine's (`hosts.py`).
 Cells that do not start within SECONDS are left out by name; of STRIDE cells one is run (1: all).
 """
 
@@ -23,7 +23,7 @@ from tests.unit_tests.harness import matrix, matrix_runs
 from tests.unit_tests.harness.matrix_runs import Measure
 
 #: Cells between two looks at the clock, and in one exchange of results.
-CHUNK = 16
+CHUNK = 8
 
 
 def places(world: int, stride: int) -> list[int]:
@@ -64,12 +64,16 @@ def run(device: str, seconds: float, stride: int) -> dict[str, Any] | None:
 
 
 def machine(device: str) -> str:
-    """The kind of processor and the versions."""
+    """How many ranks on how many processors of which kind, and the versions. Ranks of several hosts share them."""
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    if device == "cpu":
-        return f"{platform.machine()} CPU, {versions}"
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return f"{torch.cuda.get_device_name()}, NCCL {nccl}, {versions}"
+    kind = f"{platform.machine()} CPU"
+    if device == "cuda":
+        versions = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, {versions}"
+        kind = torch.cuda.get_device_name()
+    ranks, local, hosts = (os.environ[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    if hosts == "1":
+        return f"{ranks} x {kind}, {versions}"
+    return f"{ranks} ranks on {local} x {kind} as {hosts} hosts, {versions}"
 
 
 def main() -> None:

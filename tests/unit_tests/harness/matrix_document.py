@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from tests.unit_tests.harness.matrix_runs import Measure
 from tests.unit_tests.harness.rank_pool import RankPool, import_paths
 
 COMMAND = "python -m tests.unit_tests.harness.matrix --write docs/equivalence.md"
-_ON_GLOO, _ON_GPUS = "## On gloo", "## On GPUs"
+_ON_GLOO, _ON_GPUS, _HOLES = "## On gloo", "## On GPUs", "## Holes"
 _NO_CUDA = "Not run for this page. `tests/unit_tests/cuda/test_equivalence.py` runs the same cells and says how."
 
 
@@ -98,11 +99,13 @@ def _run_world(pool: RankPool) -> dict[Cell, Measure]:
     return dict(zip(cells, found, strict=True))
 
 
-def document(gloo: Sequence[str], cuda: Mapping[str, Any] | None) -> str:
-    """The whole text, with what gloo and GPUs gave."""
+def document(gloo: Sequence[str], cuda: Mapping[int, Sequence[str]]) -> str:
+    """The whole text, with what gloo gave, and GPUs by number of ranks."""
     lines = [*_introduction(), "", _ON_GLOO, "", *gloo, "", _ON_GPUS, ""]
-    lines += cuda_section(cuda) if cuda else [_NO_CUDA, ""]
-    lines += ["## Holes", "", "Nothing else is known to be left out.", "", *(f"- {hole}" for hole in matrix.HOLES)]
+    for _, run in sorted(cuda.items()):
+        lines += [*run, ""]
+    lines += [] if cuda else [_NO_CUDA, ""]
+    lines += [_HOLES, "", "Nothing else is known to be left out.", "", *(f"- {hole}" for hole in matrix.HOLES)]
     return "\n".join(lines) + "\n"
 
 
@@ -160,24 +163,35 @@ def _introduction() -> list[str]:
     ]
 
 
-def cuda_section(cuda: Mapping[str, Any]) -> list[str]:
-    """What GPUs gave."""
-    lines = []
+def cuda_runs(cuda: Mapping[str, Any]) -> dict[int, list[str]]:
+    """What GPUs gave, by number of ranks."""
+    sections = {}
     for run in cuda["runs"]:
         cells = [matrix.CELLS[place] for place in run["cells"]]
-        lines += [f"`{cuda['command']}`, {run['ranks']} x {run['machine']}, {run['seconds']:.0f} s:", ""]
-        lines += [*table(cells, [Measure(**one) for one in run["measures"]]), ""]
+        lines = [f"`{cuda['command']}`, {run['machine']}, {run['seconds']:.0f} s:", ""]
+        lines += table(cells, [Measure(**one) for one in run["measures"]])
         if run["not_run"]:
             names = "; ".join(matrix.CELLS[place].name for place in run["not_run"])
-            lines += [f"Not run, for want of time: {names}.", ""]
-    return lines
+            lines += ["", f"Not run, for want of time: {names}."]
+        sections[run["ranks"]] = lines
+    return sections
+
+
+def cuda_runs_of(page: str) -> dict[int, list[str]]:
+    """What earlier runs on GPUs put into `page`, by number of ranks; nothing if they were of other cells."""
+    if fingerprint() not in page:
+        return {}
+    text = page.split(f"{_ON_GPUS}\n\n")[1].split(f"\n\n{_HOLES}")[0]
+    runs = re.split(r"\n\n(?=`)", text)
+    numbers = [re.match(r"`[^`]+`, (\d+) (?:x|ranks on) ", run) for run in runs]
+    return {int(number[1]): run.split("\n") for number, run in zip(numbers, runs, strict=True) if number}
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, required=True, help="the document")
-    parser.add_argument("--cuda-results", type=Path, help="what cuda/test_equivalence.py wrote")
+    parser.add_argument("--cuda-results", type=Path, help="what cuda/test_equivalence.py wrote; other runs are kept")
     parser.add_argument("--keep-gloo", action="store_true", help="run nothing: keep what the document has of gloo")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -185,8 +199,11 @@ def main() -> None:
     cuda = json.loads(arguments.cuda_results.read_text()) if arguments.cuda_results else None
     if cuda and cuda["fingerprint"] != fingerprint():
         sys.exit(f"expected results of {fingerprint()}; came those of {cuda['fingerprint']}")
+    page = arguments.write.read_text() if arguments.write.exists() else ""
     measures = [] if arguments.keep_gloo else run_everything()
-    gloo = gloo_section_of(arguments.write.read_text()) if arguments.keep_gloo else gloo_section(measures)
-    arguments.write.write_text(document(gloo, cuda))
+    gloo = gloo_section_of(page) if arguments.keep_gloo else gloo_section(measures)
+    if page and fingerprint() not in page:
+        sys.stderr.write("the page was of other cells: what it has of GPUs is dropped\n")
+    arguments.write.write_text(document(gloo, cuda_runs_of(page) | (cuda_runs(cuda) if cuda else {})))
     wrong = matrix_runs.failures(matrix.CELLS, measures) if measures else []
     sys.exit("\n".join(wrong) if wrong else 0)

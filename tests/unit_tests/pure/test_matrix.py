@@ -58,3 +58,17 @@ def test_the_document_lists_the_cells_that_there_are() -> None:
     assert matrix_document.fingerprint() in written, stale
     for line in (*matrix_document.group_names(), *matrix.HOLES, *matrix_runs.PARAMETERS):
         assert line in written, f"{stale} ({line!r} is missing)"
+
+
+def test_writing_the_document_again_keeps_what_was_measured_on_other_numbers_of_gpus() -> None:
+    written = DOCUMENT.read_text()
+    gloo, cuda = matrix_document.gloo_section_of(written), matrix_document.cuda_runs_of(written)
+    assert {2, 4} <= cuda.keys()
+    assert matrix_document.document(gloo, cuda) == written
+    run = {"ranks": 8, "machine": "8 ranks on 4 x GPU as 2 hosts", "seconds": 1, "cells": [], "measures": []}
+    late = len(matrix.CELLS) - 1
+    new = matrix_document.cuda_runs({"command": "python", "runs": [run | {"not_run": [late]}]})
+    page = matrix_document.document(gloo, cuda | new)
+    assert matrix_document.cuda_runs_of(page) == cuda | new
+    assert f"Not run, for want of time: {matrix.CELLS[late].name}." in page
+    assert not matrix_document.cuda_runs_of(page.replace("fingerprint", "other"))
