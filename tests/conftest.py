@@ -16,7 +16,7 @@ sys.path[:0] = [path for path in import_paths() if path not in sys.path]
 @pytest.fixture(scope="session")
 def rank_pools() -> Iterator[dict[int, RankPool]]:
     """Pools by world size, for tests that are parametrized over it."""
-    pools = {size: RankPool(size) for size in (1, 2, 3, 4)}
+    pools = {size: RankPool(size) for size in (1, 2, 3, 4, 8)}
     yield pools
     for pool in pools.values():
         pool.close()

@@ -3,7 +3,7 @@
     python -m tests.unit_tests.harness.matrix --write docs/equivalence.md
 
 runs every cell on gloo and writes what was measured. `gloo/test_equivalence.py` runs some of the same cells in every
-pytest, `cuda/test_equivalence.py` on GPUs. Nothing else enumerates cells.
+pytest, those of 8 ranks only when asked for all, `cuda/test_equivalence.py` on GPUs. Nothing else enumerates cells.
 """
 
 import dataclasses
@@ -21,6 +21,9 @@ ACCUMULATIONS = (1, 3)
 RECOMPUTES: tuple[Recompute | None, ...] = (None, "reentrant", "non_reentrant")
 COMPUTES, MAIN_PARAMS = (FP32, BF16), (FP32, None)
 MAIN_GRADS = GRAD_COMMS = (FP32, BF16, None)
+#: Numbers of ranks that every pytest meets. Eight are for GPUs: gloo makes them take turns on a few cores.
+DEFAULT_WORLDS = (1, 2, 3, 4)
+WORLDS = (*DEFAULT_WORLDS, 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +78,14 @@ def dtype_name(dtype: torch.dtype | None) -> str:
 
 
 def _topologies() -> tuple[Topology, ...]:
-    flat = [Topology(world, strategy) for world in (1, 2, 3, 4) for strategy in range(4)]
-    return (*flat, *(Topology(4, strategy, "no_shard") for strategy in range(4)), Topology(4, 3, "optim"))
+    flat = [Topology(world, strategy) for world in DEFAULT_WORLDS for strategy in range(4)]
+    eight = [Topology(8, strategy) for strategy in range(4)]
+    return (*flat, *_hybrids(4), *eight, *_hybrids(8))
+
+
+def _hybrids(world: int) -> list[Topology]:
+    """Two outer ranks."""
+    return [*(Topology(world, strategy, "no_shard") for strategy in range(4)), Topology(world, 3, "optim")]
 
 
 TOPOLOGIES = _topologies()
@@ -179,7 +188,7 @@ HOLES: tuple[str, ...] = (
     "one pair of accumulation and recomputation. All of one topology's share have one communication dtype.",
     "Integers at 3 ranks are summed, not averaged: a third is no binary number. The floats are averaged there.",
     "Strategies 0, 1 and 2 inside an outer axis that shards: the engine refuses them.",
-    "Outer axes other than 2 x 2 (2 x 1 is in gloo/test_parity.py), and more than 4 ranks.",
+    "Outer axes other than 2 x 2 and 2 x 4 (2 x 1 is in gloo/test_parity.py), 5 to 7 ranks, and more than 8.",
     "Unit lists other than the model's layers (five of them are in gloo/test_parity.py).",
     "fp16, fp64 and float8 (gloo/test_dtypes.py and gloo/test_codec.py have some of fp64 and float8).",
     "Tensor, pipeline and context parallelism, and expert meshes, which have tests of their own.",

@@ -78,12 +78,14 @@ def table(cells: Sequence[Cell], measures: Sequence[Measure]) -> list[str]:
 
 def run_everything() -> list[Measure]:
     """Every cell on gloo, in the order of `matrix.CELLS`."""
-    pools = [RankPool(world) for world in (1, 2, 3, 4)]
+    pools = [RankPool(world) for world in matrix.WORLDS]
     try:
-        for pool in pools:
+        *small, eight = pools
+        for pool in small:
             pool.run(matrix_runs.run_cells, [])  # started one after the other, then busy at the same time
-        with ThreadPoolExecutor(len(pools)) as threads:
-            by_cell = {cell: one for found in threads.map(_run_world, pools) for cell, one in found.items()}
+        with ThreadPoolExecutor(len(small)) as threads:
+            by_cell = {cell: one for found in threads.map(_run_world, small) for cell, one in found.items()}
+        by_cell |= _run_world(eight)  # slow enough by itself
     finally:
         for pool in pools:
             pool.close()
@@ -136,8 +138,9 @@ def _introduction() -> list[str]:
         "# Equivalence with one process",
         "",
         "What sharded training computes, compared with a plain loop in one process. A command that runs all cells "
-        "writes the page; `tests/unit_tests/gloo/test_equivalence.py` runs every fifth of them, and all with "
-        "`MEGATRON_FSDP_ALL_CELLS=1`, and fails if the page is stale.",
+        "writes the page; `tests/unit_tests/gloo/test_equivalence.py` runs every fifth of those on up to 4 ranks, and "
+        "all, those on 8 too, with `MEGATRON_FSDP_ALL_CELLS=1`; `tests/unit_tests/pure/test_matrix.py` fails if the "
+        "page is stale.",
         "",
         f"There are {fingerprint()}. Each trains {matrix.STEPS} steps; after each step all losses, every whole "
         "gradient and every whole weight are compared. The reference neither shards nor recomputes.",
@@ -148,6 +151,13 @@ def _introduction() -> list[str]:
         "None) is run, and on 2 ranks every strategy with all 36 combinations of compute (fp32, bf16), main-parameter "
         "(fp32, None), main-gradient and communication dtype (fp32, bf16, None). Floats: the same model with tanh, "
         "normally distributed numbers and SGD with momentum.",
+        "",
+        "The reference of an integer cell depends on the number of ranks and micro-batches, not on how ranks are "
+        "arranged. So where all integer cells of 8 ranks are bitwise equal to it, HSDP and HFSDP on 2 x 4 ranks train "
+        "to the bit as FSDP on 8 does (and on 2 x 2 as on 4), whatever the strategy, the dtypes and the recomputation.",
+        "",
+        "On GPUs, 8 ranks on 4 GPUs are two hosts of 4 ranks that share them: within a host NCCL uses NVLink, between "
+        "hosts (the outer axis of 2 x 4) loopback sockets (`tests/unit_tests/cuda/hosts.py`).",
         "",
         "Every cell trains all of these parameters at once, two layers of them:",
         "",

@@ -22,9 +22,9 @@ WIDTH = 5
 
 #: Attributes of a layer, and of the root, with what is odd about each.
 PARAMETERS = {
-    "matrix": "5 x 5: rows divide by no number of ranks",
+    "matrix": "5 x 5: rows divide by no number of ranks; more ranks than rows at 8",
     "one_row": "1 x 5: more ranks than rows",
-    "two_rows": "2 x 5: more ranks than rows at 3 and 4",
+    "two_rows": "2 x 5: more ranks than rows from 3 on",
     "vector": "1-D, 5 elements",
     "single": "1-D, 1 element",
     "scalar": "0-D",
@@ -98,9 +98,9 @@ def build(is_exact: bool, recompute: Recompute | None, device: str) -> nn.Module
 def unit_batches(steps: int, microbatches: int, ranks: int) -> Batches:
     """One row of a single 1 or -1 each: products of sparse integers stay small enough for bf16.
 
-    Not with every seed, on four ranks with three micro-batches; a test trains in bf16 to see that this one is.
+    Not with every seed, on four ranks or more with three micro-batches; a test trains in bf16 to see that these are.
     """
-    generator = torch.Generator().manual_seed(101)
+    generator = torch.Generator().manual_seed(87 if ranks == 8 else 101)
 
     def row() -> torch.Tensor:
         signs = torch.randint(0, 2, (1, 1), generator=generator) * 2 - 1
