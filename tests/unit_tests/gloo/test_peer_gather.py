@@ -6,7 +6,7 @@ import gc
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -16,13 +16,14 @@ import torch.distributed as dist
 
 from megatron_fsdp.machine import peer_gather
 from megatron_fsdp.machine.collectives import Axis
+from megatron_fsdp.machine.device import Device
 from megatron_fsdp.machine.peer_gather import PeerGather
 from megatron_fsdp.runtime.peers import Seat, problem_between
 from tests.unit_tests.gloo.test_summary import summaries
 from tests.unit_tests.harness.communication import collectives_heard
 from tests.unit_tests.harness.parity import TASKS, Case, run_cases
 from tests.unit_tests.harness.peer_files import FileMemory, peer_files
-from tests.unit_tests.harness.races import FakeEvent, FakeStream, Races, races_watched
+from tests.unit_tests.harness.races import FakeStream, Races, races_watched
 from tests.unit_tests.harness.rank_pool import RankPool, results_agree
 from tests.unit_tests.harness.reference import DtypePolicy
 from tests.unit_tests.harness.sharded import Sharding, build_sharded, train_sharded
@@ -112,10 +113,8 @@ class Ranks:
         self.watches = [Races() for _ in range(size)]
         for rank, watch in enumerate(self.watches):
             watch.current = watch.compute = FakeStream(f"rank {rank}")
-            watch.streams = [watch.compute]
             for shared in ("found", "_blocks", "_starts", "_freed"):
                 setattr(watch, shared, getattr(self.watches[0], shared))
-            watch.new_stream = lambda *_, watch=watch, rank=rank, **__: _add_stream(watch, rank)
         self._turn = threading.Lock()
         self._meeting = threading.Barrier(size, action=self._meet)
 
@@ -146,27 +145,6 @@ class Ranks:
         return sorted(set(self.watches[0].found))
 
 
-def _add_stream(watch: Races, rank: int) -> FakeStream:
-    watch.streams.append(FakeStream(f"rank {rank} stream {len(watch.streams)}"))
-    return watch.streams[-1]
-
-
-@dataclasses.dataclass
-class WatchedDevice:
-    """The engine's device, as far as gathers by copies use it."""
-
-    watch: Races
-
-    def new_stream(self, **_: Any) -> FakeStream:
-        return self.watch.new_stream()
-
-    def use(self, stream: FakeStream) -> contextlib.AbstractContextManager:
-        return self.watch.use(stream)
-
-    def record_event(self) -> FakeEvent:
-        return FakeEvent(self.watch)
-
-
 @dataclasses.dataclass
 class RankMemory:
     """The ranks' memory as one of them sees it."""
@@ -180,6 +158,7 @@ class RankMemory:
         self.ranks.barrier()
 
 
+CPU = Device(torch.device("cpu"))
 SIZE, NUMEL = 3, 640
 GATHERS = 7
 
@@ -190,7 +169,7 @@ def gathered_by_threads() -> list[str]:
     wrong: list[tuple[int, int]] = []
 
     def job(rank: int, watch: Races) -> None:
-        gathers = PeerGather(Axis(None, None, rank, SIZE), WatchedDevice(watch))
+        gathers = PeerGather(Axis(None, None, rank, SIZE), CPU)
         gathers.open(4 * NUMEL, lambda *_: RankMemory(ranks))
         for number in range(GATHERS):
             numel = NUMEL // (1 + number % 2)
@@ -204,26 +183,8 @@ def gathered_by_threads() -> list[str]:
     return races or [f"wrong values {wrong}"] * bool(wrong)
 
 
-class NoEvent:
-    def wait(self) -> None: ...
-
-
-@contextlib.contextmanager
-def copies_not_awaited() -> Iterator[None]:
-    real = PeerGather._copy
-
-    def copy(gathers: PeerGather, *args: Any) -> NoEvent:
-        real(gathers, *args)
-        return NoEvent()
-
-    with mock.patch.object(PeerGather, "_copy", copy):
-        yield
-
-
 SABOTAGE: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "one slot": lambda: mock.patch.object(peer_gather, "SLOTS", 1),
-    "copies do not wait for the barrier": lambda: mock.patch.object(FakeEvent, "wait", lambda *_: None),
-    "nobody waits for copies": copies_not_awaited,
     "no barrier": lambda: mock.patch.object(Ranks, "_meet", lambda _: None),
 }
 
@@ -242,7 +203,7 @@ def test_shards_are_cast_and_their_bytes_are_kept() -> None:
     ranks = Ranks(1, 4096)
 
     def job(rank: int, watch: Races) -> None:
-        gathers = PeerGather(Axis(None, None, 0, 1), WatchedDevice(watch))
+        gathers = PeerGather(Axis(None, None, 0, 1), CPU)
         gathers.open(100, lambda nbytes, *_: RankMemory(ranks))
         assert gathers.nbytes == 1024
         out = torch.empty(8, dtype=torch.bfloat16)

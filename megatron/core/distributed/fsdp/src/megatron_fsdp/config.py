@@ -133,7 +133,7 @@ class DistributedDataParallelConfig:
 
     fsdp_copy_engine_gather: bool = False
     """Gather weights over the inner axis, which must lie within one host, by copies out of the other GPUs' memory: they
-    take longer than NCCL's gathers, and less from a computation beside them."""
+    take less than NCCL's gathers from a computation beside them."""
 
 
 def default_config() -> DistributedDataParallelConfig:
