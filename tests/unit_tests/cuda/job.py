@@ -226,6 +226,7 @@ def gathered(dtype: str, strategy: int, options: dict[str, Any]) -> dict[str, An
         optimizer.step()
         optimizer.zero_grad()
     offered = offered_nbytes(ours.param_and_grad_buffer.parameter_groups)
+    dist.barrier()
     before = _not_torchs()
     del ours, optimizer, loss
     dist.barrier()  # what a peer still maps is not free

@@ -19,8 +19,11 @@ from megatron_fsdp.machine.collectives import Axis
 from megatron_fsdp.machine.device import Device
 from megatron_fsdp.machine.peer_gather import PeerGather
 from megatron_fsdp.runtime.peers import Seat, problem_between
+from tests.unit_tests.gloo.test_experts import Case as ExpertCase
+from tests.unit_tests.gloo.test_experts import train
 from tests.unit_tests.gloo.test_summary import summaries
 from tests.unit_tests.harness.communication import collectives_heard
+from tests.unit_tests.harness.mixture import Topology
 from tests.unit_tests.harness.parity import TASKS, Case, run_cases
 from tests.unit_tests.harness.peer_files import FileMemory, peer_files
 from tests.unit_tests.harness.races import FakeStream, Races, races_watched
@@ -86,6 +89,33 @@ def test_three_ranks_and_other_options_train_the_same(ranks3: RankPool) -> None:
 
 def test_two_axes_train_the_same(ranks4: RankPool) -> None:
     assert_the_same(ranks4, [case("floats", outer=outer, dtypes=BF16) for outer in (0, 1)])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Copying(Topology):
+    """Dense weights and experts are gathered by copies."""
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of `fully_shard_model`. **Collective**, the first time."""
+        return super().options() | COPIES
+
+
+def job_experts() -> tuple[bool, set[int]]:
+    """Experts spread over ranks train the same both ways; sizes of the axes over which copies go."""
+    sizes, real = set(), PeerGather.gather
+
+    def gather(gathers: PeerGather, *args: torch.Tensor) -> None:
+        sizes.add(gathers.axis.size)
+        real(gathers, *args)
+
+    with peer_files(), mock.patch.object(PeerGather, "gather", gather):
+        ours, _ = train(ExpertCase(topology=Copying(), skips=True))
+    theirs, _ = train(ExpertCase(skips=True))
+    return results_agree([[_values(step.weights) for step in steps] for steps in (ours, theirs)]), sizes
+
+
+def test_experts_have_memory_of_their_own(ranks4: RankPool) -> None:
+    assert ranks4.run(job_experts) == [(True, {2, 4})] * 4
 
 
 # ---- the order in which it works ----
