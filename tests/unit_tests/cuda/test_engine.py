@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.unit_tests.harness.rank_pool import import_paths
 
 pytestmark = [
     pytest.mark.cuda,
@@ -29,9 +32,11 @@ def launch(job: str, *arguments: tuple, ranks: int = 2) -> list[Any]:
         str(JOB),
         job,
     ]
+    paths = os.pathsep.join(filter(None, (*import_paths(), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
-        [*command, *map(json.dumps, arguments)], capture_output=True, text=True, timeout=300, check=False
-    )
+        [*command, *map(json.dumps, arguments)], env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULTS "))
     return json.loads(line.removeprefix("RESULTS "))

@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,6 +120,24 @@ def test_expecting_the_wrong_error_fails(ranks2):
         ranks2.run_expecting(KeyError, "", draw)
 
 
+def threads_after_new_groups():
+    def loops():
+        return [
+            name
+            for task in Path("/proc/self/task").iterdir()
+            if (name := (task / "comm").read_text()) == "gloo_tcp_loop\n"
+        ]
+
+    before = len(loops())
+    make_groups(3)
+    return before, len(loops())
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_groups_share_one_polling_thread(ranks2):
+    assert ranks2.run(threads_after_new_groups) == [(1, 1), (1, 1)]
+
+
 def test_a_timeout_rebuilds_the_pool(ranks2):
     before = ranks2.run(pid)
     with pytest.raises(RankError, match=r"\[rank 0/2\] no answer \(timeout of 0.5 s\)"):
@@ -141,7 +160,12 @@ def test_a_job_may_not_leave_collectives_behind(ranks2):
     assert len(ranks2.run(gather_ranks, 0)) == 2
 
 
-def test_a_pool_full_of_leftover_groups_is_replaced(ranks2):
+def count_groups():
+    return len(dist.distributed_c10d._world.pg_map) - 1
+
+
+def test_a_pool_full_of_leftover_groups_is_replaced(ranks2, monkeypatch):
+    monkeypatch.setattr(rank_pool, "MAX_LEFTOVER_GROUPS", max(ranks2.run(count_groups)) + 5)
     before = ranks2.run(pid)
-    ranks2.run(make_groups, rank_pool.MAX_LEFTOVER_GROUPS + 1)
+    ranks2.run(make_groups, 6)
     assert set(ranks2.run(pid)).isdisjoint(before)

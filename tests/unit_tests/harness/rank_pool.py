@@ -61,7 +61,7 @@ START_TIMEOUT_S = 120.0
 PEER_GRACE_S = 2.0
 #: Every gloo group costs threads and sockets. Destroying a job's groups would break meshes held by DTensor's caches,
 #: so a pool with more leftovers than this is replaced instead.
-MAX_LEFTOVER_GROUPS = 128
+MAX_LEFTOVER_GROUPS = 384
 
 
 class RankError(RuntimeError):
