@@ -85,27 +85,28 @@ def machine() -> dict[str, Any]:
 
 
 def table(folder: Path) -> str:
-    """The latest measurement of each engine in each row as Markdown."""
+    """The latest measurement of each engine in each row as Markdown, with the call it was made in."""
     latest: dict[tuple[str, int], dict[str, Any]] = {}
     for file in sorted(folder.glob("*.json")):
         measured = json.loads(file.read_text(encoding="utf-8"))
-        latest.setdefault((measured["row"], measured["gpus"]), {}).update(measured["results"])
+        call = f"{file.name[4:6]}-{file.name[6:8]} {file.name[9:11]}:{file.name[11:13]}"
+        results = {engine: {"call": call, **result} for engine, result in measured["results"].items()}
+        latest.setdefault((measured["row"], measured["gpus"]), {}).update(results)
     lines = [
         "| workload | GPUs | engine | step: median (range) ms | tokens/s/GPU | allocated / reserved GiB "
-        "| first, middle, last loss |",
-        "|---|---|---|---|---|---|---|",
+        "| first, middle, last loss | call |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for (row, gpus), results in sorted(latest.items()):
         for engine, result in results.items():
             if "error" in result:
-                lines.append(
-                    f"| {row} | {gpus} | {engine} | failed: {result['error'].strip().splitlines()[-1][:80]} | | | |"
-                )
+                why = result["error"].strip().splitlines()[-1][:80]
+                lines.append(f"| {row} | {gpus} | {engine} | failed: {why} | | | | {result['call']} |")
                 continue
             lines.append(
                 f"| {row} | {gpus} | {engine} | {result['step_ms']} ({result['min_ms']} to {result['max_ms']}) | "
                 f"{result['tok_s_gpu']:,} | {result['alloc_gib']} / {result['reserved_gib']} | "
-                f"{', '.join(f'{loss:.4f}' for loss in result['loss'])} |"
+                f"{', '.join(f'{loss:.4f}' for loss in result['loss'])} | {result['call']} |"
             )
     return "\n".join(lines)
 

@@ -20,8 +20,8 @@ pytestmark = [
 JOB = Path(__file__).with_name("job.py")
 
 
-def launch(job: str, *arguments: tuple, ranks: int = 2) -> list[Any]:
-    """Results of the job for each tuple of arguments, in one torchrun."""
+def launch(job: str, *arguments: tuple, ranks: int = 2, **variables: str) -> list[Any]:
+    """Results of the job for each tuple of arguments, in one torchrun with these environment variables."""
     command = [
         sys.executable,
         "-m",
@@ -34,7 +34,7 @@ def launch(job: str, *arguments: tuple, ranks: int = 2) -> list[Any]:
     ]
     paths = os.pathsep.join(filter(None, (*import_paths(), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
-        [*command, *map(json.dumps, arguments)], env={**os.environ, "PYTHONPATH": paths},
+        [*command, *map(json.dumps, arguments)], env={**os.environ, "PYTHONPATH": paths, **variables},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
