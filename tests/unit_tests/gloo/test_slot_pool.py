@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import DistributedDataParallelConfig, FSDPDistributedIndex, MegatronFSDP
+from megatron_fsdp import DistributedDataParallelConfig, FSDPDistributedIndex, MegatronFSDP, fully_shard_optimizer
 from megatron_fsdp.machine.allocator import PoisonPool, SlotPool
 from megatron_fsdp.machine.user_buffers import OrdinaryMemory
 from megatron_fsdp.plan.slots import PoolSlot
@@ -140,8 +140,10 @@ class WatchedMemory(OrdinaryMemory):
         self.registered += 1
 
 
-def job_watched(task: str, options: dict, strategy: int = 3) -> tuple[dict[str, int], dict[str, int], int, list[str]]:
-    """Regions and how often each was used in a step, lasting buffers, overflows, and warnings."""
+def job_watched(
+    task: str, options: dict, strategy: int = 3, steps: int = 1
+) -> tuple[dict[str, int], dict[str, int], int, list[str]]:
+    """Regions and how often each was used, lasting buffers, overflows, and warnings."""
     one = case(task, options, strategy=strategy, is_poisoned=False)
     memory, warnings, handler = WatchedMemory(), [], logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())
@@ -150,7 +152,8 @@ def job_watched(task: str, options: dict, strategy: int = 3) -> tuple[dict[str, 
         with mock.patch("megatron_fsdp.runtime.storage.memory_for", lambda *_: memory):
             model, optimizer = build_sharded(TASKS[task].build, one.recipe, one.sharding)
         memory.entered.clear()
-        train_step(model, optimizer, one.recipe, one.batches(dist.get_world_size())[0])
+        for batch in one.batches(dist.get_world_size())[:steps]:
+            train_step(model, optimizer, one.recipe, batch)
     finally:
         logging.getLogger("megatron_fsdp").removeHandler(handler)
     return dict(memory.entered), memory.lasted, pool_of(model).overflows, warnings
@@ -186,8 +189,44 @@ def test_no_more_is_gathered_ahead_than_there_are_slots(ranks2: RankPool) -> Non
     assert ranks2.run(job_capped) == [(2, 2, 0)] * 2
 
 
+class Crossed(nn.Module):
+    """Four units, of which the middle two run in the other order than they are registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in (0, 2, 1, 3):
+            x = self.layers[number](x)
+        return x
+
+
+def job_crossed() -> tuple[list[int], list[float]]:
+    """Overflows after each of three steps, and their losses."""
+    config = DistributedDataParallelConfig(data_parallel_sharding_strategy=3, fsdp_double_buffer=True)
+    torch.manual_seed(0)
+    model = MegatronFSDP(Crossed(), FSDPDistributedIndex(flat_mesh(), "dp"), config, fsdp_unit_modules=[nn.Linear])
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
+    overflows, losses = [], []
+    for _ in range(3):
+        loss = model(torch.ones(2, 16)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        overflows.append(pool_of(model).overflows)
+        losses.append(loss.item())
+    return overflows, losses
+
+
+def test_slots_follow_the_order_in_which_units_run(ranks2: RankPool) -> None:
+    for overflows, losses in ranks2.run(job_crossed):
+        assert 0 < overflows[0] == overflows[1] == overflows[2]
+        assert losses[2] < losses[1] < losses[0]
+
+
 def test_units_that_are_recomputed_together_get_memory_elsewhere_and_say_so(ranks2: RankPool) -> None:
-    _, _, overflows, warnings = ranks2.run(job_watched, "whole_non_reentrant", ALIKE)[0]
+    _, _, overflows, warnings = ranks2.run(job_watched, "whole_non_reentrant", ALIKE, 3, 2)[0]
     assert overflows > 0
     assert len(warnings) == 1 and "finds its communication buffer taken by blocks." in warnings[0]
 

@@ -33,7 +33,8 @@ def test_the_latest_measurement_of_a_row_is_shown_with_what_failed(table, tmp_pa
     table.main(["--show", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[2:] == [
-        "| 8b-bf16 | 4 | ours | 435.0 (433.1 to 440.2) | 9,416 | 50.0 / 57.6 | 11.9000, 10.1000, 9.0000 | 01-02 00:00 |",
+        "| 8b-bf16 | 4 | ours | 435.0 (433.1 to 440.2) | 9,416 | 50.0 / 57.6 | 11.9000, 10.1000, 9.0000 "
+        "| 01-02 00:00 |",
         "| 8b-bf16 | 4 | fsdp2 | failed: out of memory | | | | 01-02 00:00 |",
     ]
 

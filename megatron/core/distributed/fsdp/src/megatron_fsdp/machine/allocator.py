@@ -100,6 +100,8 @@ class SlotPool:
         """The communicators know the memory."""
         self.overflows = 0
         """Storages that found their slot taken."""
+        self.warns = False
+        """The slots follow the order in which units run, so that an overflow is news."""
         self._keys: dict[int, str] = {}
         """Of reserved tensors, by storage."""
         self._tenants: dict[str, str | weakref.ref] = {}
@@ -108,6 +110,12 @@ class SlotPool:
     def arrange(self, slots: Mapping[str, PoolSlot]) -> None:
         """Gives storages their slots; nothing is acquired when it is called."""
         self.slots = dict(slots)
+
+    @property
+    def is_busy(self) -> bool:
+        """Somebody has a slot that several share."""
+        shared = {slot.name: slot for slot in self.slots.values() if slot.is_shared}
+        return not all(self._is_free(slot) for slot in shared.values())
 
     def fill(self, keys: Iterable[str], device: torch.device) -> None:
         """Allocates the slots of `keys`, on the current stream: the one on which they will be acquired."""
@@ -168,17 +176,17 @@ class SlotPool:
         slot = self.slots.get(key)
         if slot is None or self._is_free(slot):
             return slot
-        if not self.overflows:
+        self.overflows += 1
+        if self.warns:
+            self.warns = False
             tenant = self._tenants[slot.name]
             logger.warning(
                 "%s finds its communication buffer taken by %s and gets memory of its own, now and whenever this "
                 "happens: more units are gathered at a time than there are buffers. Recomputation over several units, "
-                "weights that a unit lends to others, or units that run in another order than they are registered do "
-                "that.",
+                "weights that a unit lends to others, or units that run in another order in every step do that.",
                 key,
                 tenant if isinstance(tenant, str) else "a gradient that is still on its way",
             )
-        self.overflows += 1
         return None
 
     def _is_free(self, slot: PoolSlot) -> bool:

@@ -55,7 +55,7 @@ def assign_slots(
     fitting = [footprint for footprint in footprints if footprint.takes_turns and footprint.needs]
     if only_alike:
         count = collections.Counter(footprint.sizes for footprint in fitting)
-        chosen = max(count, key=lambda sizes: (count[sizes], sum(sizes)), default=())
+        chosen = max(count, key=lambda sizes: (count[sizes], sum(sizes), sizes), default=())
         fitting = [footprint for footprint in fitting if footprint.sizes == chosen]
     most: collections.defaultdict[int, int] = collections.defaultdict(int)
     for footprint in fitting:

@@ -12,6 +12,12 @@ from megatron_fsdp.runtime.unit import Unit
 from megatron_fsdp.state.flat_buffer import Axes
 
 
+def widest_axes(units: Sequence[Unit]) -> Axes:
+    """Axes that reach all ranks; those of experts need not."""
+    facts = [group.facts for unit in units for group in unit.groups]
+    return min(facts, key=lambda fact: fact.is_expert).axes if facts else ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Forum:
     """All ranks of a model."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.collectives import GradScale
@@ -15,13 +15,12 @@ from megatron_fsdp.runtime.backward_turns import BackwardTurns, Progress
 from megatron_fsdp.runtime.calls import Call, recomputed_call
 from megatron_fsdp.runtime.forward_turns import ForwardTurns
 from megatron_fsdp.runtime.gatherer import Gatherer, Prefetch
-from megatron_fsdp.runtime.inquiry import Forum
+from megatron_fsdp.runtime.inquiry import Forum, widest_axes
 from megatron_fsdp.runtime.order import Order
 from megatron_fsdp.runtime.reducer import Reducer
 from megatron_fsdp.runtime.residency import Residency
 from megatron_fsdp.runtime.unit import Phase, Unit
 from megatron_fsdp.runtime.watch import Watch
-from megatron_fsdp.state.flat_buffer import Axes
 from megatron_fsdp.state.param_group import ParamGroup
 
 logger = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ class Schedule:
         # Memory that goes when the model does must not be handed out again while another stream still uses it.
         weakref.finalize(self, device.join, (*self._reducer.streams, *self._gatherer.streams)).atexit = False
         others = [unit for unit in units if unit is not self.root]
-        forum = Forum(others, _widest_axes(units), device.torch_device)
+        forum = Forum(others, widest_axes(units), device.torch_device)
         self._turns = ForwardTurns(forum, self.root, self._gatherer, self._prefetch)
         self._residency = Residency(forum, device, config.residency_nbytes)
         self._in_forward = False
@@ -81,6 +80,10 @@ class Schedule:
         """Called when a forward of the whole model begins, before it communicates."""
         self.before_gradients: Callable[[], Callable[[], None] | None] = lambda: None
         """Gives what is called before the gradients of a backward join those that are there."""
+        self.on_order: Callable[[Sequence[Unit]], bool] = lambda units: True
+        """Called between steps with the order in which units were found to run, until it says that it has taken it."""
+        self._followed: Order | None = None
+        """The order that it has taken."""
         self.on_auto_sync = lambda: None
         """Called at the end of a backward when `model_auto_sync` is on."""
 
@@ -354,6 +357,9 @@ class Schedule:
         self.generation += 1
         if self._has_run:
             self._residency.decide()
+        known = self._turns.known
+        if self._has_run and known is not self._followed and self.on_order((self.root, *known.forward)):
+            self._followed = known
 
     def gather_ahead(self) -> None:
         """Starts the gathers that the next forward needs first. **Collective**."""
@@ -388,9 +394,3 @@ class Schedule:
         for unit in self.units:
             self._end_unit(unit)
             self._gatherer.let_go(unit)
-
-
-def _widest_axes(units: list[Unit]) -> Axes:
-    """Axes that reach all ranks; those of experts need not."""
-    facts = [group.facts for unit in units for group in unit.groups]
-    return min(facts, key=lambda fact: fact.is_expert).axes if facts else ()

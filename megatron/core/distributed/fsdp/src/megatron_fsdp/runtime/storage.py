@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -46,6 +48,7 @@ def prepare(pool: StoragePool, schedule: Schedule) -> None:
         return
     policy = schedule.config.buffers
     pool.arrange(plan_slots(schedule.units, policy))
+    schedule.on_order = functools.partial(_follow, pool, policy, schedule.units)
     if not pool.slots and not policy.is_registered and dist.get_rank() == 0:
         logger.warning(
             "double buffers have no effect: no unit's weights or gradients come and go. Use them with "
@@ -59,6 +62,15 @@ def prepare(pool: StoragePool, schedule: Schedule) -> None:
         _fill_lasting(schedule.units)
     if policy.is_registered and not policy.registers_late:
         pool.register()
+
+
+def _follow(pool: SlotPool, policy: BufferPolicy, units: Sequence[Unit], order: Sequence[Unit]) -> bool:
+    """Deals the same slots anew, so that neighbours in `order` have different ones; False if one is taken."""
+    if pool.is_busy:
+        return False
+    pool.arrange(plan_slots(list(dict.fromkeys((*order, *units))), policy))
+    pool.warns = True
+    return True
 
 
 def _fill_lasting(units: list[Unit]) -> None:
