@@ -97,7 +97,7 @@ def in_words(problems: Sequence[str]) -> str | None:
 
 
 def what_failed(error: CheckpointException) -> str:
-    """The first reason of a read that failed on some rank, in one line."""
-    rank, (reason, _) = min(error.failures.items())
+    """The reason of a read that failed on this rank, in one line."""
+    ((reason, _),) = error.failures.values()
     lines = str(reason).strip().splitlines()
-    return f"rank {rank} cannot read it ({type(reason).__name__}: {lines[0] if lines else 'no message'})"
+    return f"cannot read it ({type(reason).__name__}: {lines[0] if lines else 'no message'})"

@@ -3,6 +3,7 @@
 import copy
 import io
 import logging
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from megatron.training.checkpoint.match import MODEL, Difference, Stored, compar
 from megatron.training.checkpoint.nested import flattened, with_leaves
 from megatron.training.checkpoint.paths import check_format, damaged, folder_to_load, iteration_of
 from megatron.training.checkpoint.plain_data import PlainReader, read_arguments, read_metadata, read_value
+from megatron.training.checkpoint.planning import same_places, without_collection
 from megatron.training.checkpoint.random_state import restore
 from megatron.training.checkpoint.same_model import differences
 from megatron.training.checkpoint.schedule import load_schedule
@@ -48,7 +50,7 @@ class DataOnlyPlanner(DefaultLoadPlanner):
     """Reads a flat dict of tensors and plain values, and refuses values whose unpickling would run code."""
 
     def __init__(self):
-        super().__init__(flatten_state_dict=False)
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._read: dict[bytes, Any] = {}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -123,6 +125,7 @@ def _verify(folder: Path, run: Run) -> None:
         raise ValueError(damaged(folder, problem))
 
 
+@without_collection()
 def _read(run: Run, folder: Path, parts: Parts) -> None:
     saved = on_every_rank(lambda: read_metadata(folder), run.world.device)
     _check_parts(folder, parts, saved)
@@ -136,7 +139,7 @@ def _read(run: Run, folder: Path, parts: Parts) -> None:
     leaves = with_saved_rows(flattened(values), names, run.job.tokenizer.vocab_size)
     _check_names(run, folder, compare(leaves, names), parts)
     _check_model(run, folder, saved, parts)
-    values = with_leaves(values, _read_leaves(folder, saved, names, leaves))
+    values = with_leaves(values, _read_leaves(run, folder, saved, names, leaves))
     run.model.load_state_dict(run.model.state_dict(), strict=False)  # Read in place; compute weights follow.
     if parts.optimizer:
         own_groups = [dict(group) for group in run.optimizer.param_groups]
@@ -242,18 +245,39 @@ def _check_model(run: Run, folder: Path, saved: Metadata, parts: Parts) -> None:
     logger.warning("%s was trained as another model: %s", folder, found, extra=ON_EVERY_RANK)
 
 
-def _read_leaves(folder: Path, saved: Metadata, names: Stored, leaves: Mapping[str, Any]) -> dict[str, Any]:
+def _read_leaves(run: Run, folder: Path, saved: Metadata, names: Stored, leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Reads into those of `leaves` that the checkpoint has; gives them back by their names here. **Collective.**"""
     places = {name: there for name in leaves if (there := names.find(name)) is not None}
     steps = {name: there for name in leaves.keys() - places.keys() if (there := names.step_of_group(name)) is not None}
-    read = {there: leaves[name] for name, there in places.items()} | dict.fromkeys(steps.values(), 0)
-    try:
-        dcp.load(read, storage_reader=PlainReader(folder, saved), planner=DataOnlyPlanner())
-    except CheckpointException as error:  # Raised on every rank, whichever failed.
-        raise ValueError(damaged(folder, what_failed(error))) from error
+    wanted = {there: leaves[name] for name, there in places.items()} | dict.fromkeys(steps.values(), 0)
+    same = same_places(wanted, saved)
+    read = {there: value for there, value in wanted.items() if there not in same}
+    problem = _read_here(folder, saved, read)
+    if any_rank(problem is not None, run.world.device):
+        problems: list[str | None] = [None] * run.world.ranks.world_size
+        dist.all_gather_object(problems, problem)
+        told = next(f"rank {rank} {each}" for rank, each in enumerate(problems) if each is not None)
+        raise ValueError(damaged(folder, told))
+    for there, other in same.items():
+        if isinstance(value := wanted[there], torch.Tensor):
+            value.detach().copy_(read[other])
+            read[there] = value
+        else:
+            read[there] = copy.deepcopy(read[other])
     for name, there in steps.items():
         leaves[name].fill_(float(read[there]))
     return {name: read[there] for name, there in places.items()} | {name: leaves[name] for name in steps}
+
+
+def _read_here(folder: Path, saved: Metadata, read: dict[str, Any]) -> str | None:
+    """Reads into the values of `read`; what failed. Every rank has the index and needs no other to plan its part."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
+        try:
+            dcp.load(read, storage_reader=PlainReader(folder, saved), planner=DataOnlyPlanner(), no_dist=True)
+        except CheckpointException as error:
+            return what_failed(error)
+    return None
 
 
 def _rng_source(run: Run, saved: Metadata) -> str:

@@ -1,6 +1,6 @@
 """Nested dicts and their flattened names, as torch's distributed checkpoint joins them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -13,6 +13,15 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + name] = value
     return flat
+
+
+def paths(values: Mapping[str, Any], before: tuple = ()) -> Iterator[tuple[tuple, Any]]:
+    """Each leaf, after the keys on the way to it."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from paths(value, (*before, name))
+        else:
+            yield (*before, name), value
 
 
 def with_leaves(values: Mapping[str, Any], leaves: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

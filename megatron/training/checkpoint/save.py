@@ -18,7 +18,9 @@ from megatron.training.checkpoint.background import BackgroundFilesWriter, Progr
 from megatron.training.checkpoint.contents import Parts, contents
 from megatron.training.checkpoint.disk import Disk
 from megatron.training.checkpoint.files import FilesWriter, Written, described
+from megatron.training.checkpoint.nested import flattened
 from megatron.training.checkpoint.paths import RUN_CONFIG, TRACKER, iteration_folders, read_tracker
+from megatron.training.checkpoint.planning import SharingPlanner, speaks, without_collection
 from megatron.training.checkpoint.publish import Partial, begin, discard, publish, retain
 from megatron.training.config import to_yaml
 from megatron.training.launch import RunError
@@ -146,6 +148,7 @@ class Saver:
             self._process.close()
             self._process = None
 
+    @without_collection()
     def _begin(self) -> FilesWriter:
         folder = self._on_first_rank(self._make_folder)
         if self._process is None:
@@ -153,14 +156,18 @@ class Saver:
         else:
             writer = BackgroundFilesWriter(folder, self._process)
         parts = Parts(progress=True, optimizer=self._checkpoint.save_optim, rng=self._checkpoint.save_rng)
+        values = contents(self._run, parts)
+        planner = SharingPlanner(speaks=speaks(flattened(values), self._run.world.device))
         # Raises on every rank if one could not plan, copy or write.
-        dcp.save(contents(self._run, parts), storage_writer=writer)
+        dcp.save(values, storage_writer=writer, planner=planner)
+        writer.same = planner.same
         return writer
 
     def _make_folder(self) -> Path:
         self._partial = begin(self._disk, self._checkpoint.save, self._run.state.iteration)
         return self._partial.folder
 
+    @without_collection()
     def _publish_written(self, writer: FilesWriter) -> Path:
         mine = writer.written if self._process is None else on_every_rank(self._process.result, self._run.world.device)
         written: list[Written | None] = [None] * dist.get_world_size()
