@@ -1,10 +1,14 @@
-"""Checkpoints of many parameters are planned in seconds, whatever the number of their optimizer's options."""
+"""Checkpoints of many parameters are planned in seconds, and large ones need little memory beside the run's own."""
 
 import contextlib
+import os
+import re
 import time
+import weakref
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,13 +20,13 @@ FLAGS = "--lr 1e-3 --train-iters 3 --no-save-rng --no-load-rng "
 class Many(nn.Module):
     """Parameters, and no arithmetic."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = PARAMETERS, *shape: int) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.full((3, 4), float(at)) for at in range(PARAMETERS))
+        self.weights = nn.ParameterList(torch.full(shape or (3, 4), float(at)) for at in range(count))
 
 
 @contextlib.contextmanager
-def built(folder: Path):
+def built(folder: Path, module: nn.Module):
     import shlex
 
     from megatron.training.build import build_run
@@ -36,7 +40,7 @@ def built(folder: Path):
     rank = dist.get_rank()
     ranks = Ranks(rank=rank, local_rank=rank, world_size=dist.get_world_size())
     job = prepare(load_config(shlex.split(TINY + FLAGS + f"--save {folder} --load {folder}")), ranks.world_size)
-    task = Task(model_provider=lambda *_: Many(), forward_step=None, datasets_provider=None)
+    task = Task(model_provider=lambda *_: module, forward_step=None, datasets_provider=None)
     with kept_groups(), initialized(job.config, job.plan, ranks) as world:
         yield build_run(job, task, world)
 
@@ -62,7 +66,7 @@ def save_and_load(folder: Path) -> dict[str, float]:
         return timed
 
     with (
-        built(folder) as run,
+        built(folder, Many()) as run,
         mock.patch.object(FilesWriter, "write_data", spent("writing", FilesWriter.write_data, "pieces")),
         mock.patch.object(FileSystemReader, "read_data", spent("reading", FileSystemReader.read_data, "reads")),
     ):
@@ -102,3 +106,66 @@ def test_options_and_counts_are_planned_and_read_once(mcore_ranks2, tmp_path):
     places = {place.offset for key, place in metadata.storage_data.items() if key.fqn.endswith(".eps")}
     assert prefix.format(PARAMETERS - 1) in metadata.state_dict_metadata and len(places) == 1
     assert metadata.planner_data[prefix.format(0)] == ("optimizer", "param_to_group_meta", "weights.0", "eps")
+
+
+def host_nbytes(name: str) -> int:
+    """Memory of this process: VmRSS now, or VmHWM at most since it was reset."""
+    return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+
+def peak_of(function) -> int:
+    """The most memory that this process takes meanwhile, above what it had."""
+    function()  # What stays from a first time is no part of it.
+    Path("/proc/self/clear_refs").write_text("5")
+    resting = host_nbytes("VmRSS")
+    function()
+    return host_nbytes("VmHWM") - resting
+
+
+def peaks(folder: Path) -> tuple[int, int, int]:
+    """Bytes of this rank's shard, and what saving and loading it take besides."""
+    from megatron.training.checkpoint.load import load_checkpoint
+    from megatron.training.checkpoint.save import Saver
+
+    with built(folder, Many(24, 1024, 1024)) as run:
+        run.optimizer.fqn_state_dict()
+        shard = sum(param.to_local().nbytes for param in run.model.parameters()) * 3
+        return shard, peak_of(lambda: Saver(run).save()), peak_of(lambda: load_checkpoint(run))
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of memory cannot be reset here")
+def test_saving_and_loading_take_a_few_tensors_of_memory(mcore_ranks2, tmp_path):
+    for shard, saving, loading in mcore_ranks2.run(peaks, tmp_path):
+        assert shard == 3 * 48 << 20
+        assert saving < 0.2 * shard and loading < 0.2 * shard, (saving / shard, loading / shard)
+
+
+class CopyingPlanner:
+    """Has its values on a GPU, as it were: each is copied to be written. Counts the copies that are alive."""
+
+    def __init__(self) -> None:
+        self.alive = self.most = 0
+
+    def resolve_data(self, item):
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        made = torch.ones(item.tensor_data.size)
+        weakref.finalize(made, self._died)
+        return made
+
+    def _died(self) -> None:
+        self.alive -= 1
+
+
+def test_a_tensor_on_its_way_to_a_file_is_gone_when_the_next_one_comes(tmp_path):
+    from torch.distributed.checkpoint import DefaultSavePlanner
+
+    from megatron.training.checkpoint.disk import Disk
+    from megatron.training.checkpoint.files import FilesWriter
+
+    planner, copies = DefaultSavePlanner(), CopyingPlanner()
+    planner.set_up_planner({str(at): torch.ones(5) for at in range(20)}, is_coordinator=True)
+    writer = FilesWriter(tmp_path, Disk())
+    (plan,) = writer.prepare_global_plan([planner.create_local_plan()])
+    assert len(writer.write_data(plan, copies).wait()) == 20
+    assert copies.most == 1 and copies.alive == 0
