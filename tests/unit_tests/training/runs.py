@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -47,6 +48,12 @@ def train(flags: str, *, task=None, callbacks=()) -> Outcome:
         pretrain(job, task or gpt.TASK, ranks, [recorder(outcome), *callbacks])
     outcome.output = output.getvalue()
     return outcome
+
+
+def logged(outcome: Outcome) -> list[str]:
+    """The lines of iterations without what depends on the clock."""
+    lines = [line for line in outcome.output.splitlines() if " iteration " in line]
+    return [re.sub(r"\[.*?\]|(elapsed time per iteration \(ms\)|throughput[^:]*): [0-9.]+", "", line) for line in lines]
 
 
 _GROUPS: dict[tuple, dict[str, object]] = {}

@@ -1,11 +1,13 @@
 """A run that was stopped and resumed is the run that never stopped."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron.training.launch import RunError
-from tests.unit_tests.training.runs import Outcome, train
+from tests.unit_tests.training.runs import Outcome, logged, train
 
 ITERATIONS = "--train-iters 12 "
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0 "
@@ -26,20 +28,30 @@ def assert_same(one: Outcome, other: Outcome) -> None:
     assert one.state == other.state
 
 
-def test_resumed_equals_uninterrupted_bit_for_bit(mcore_ranks2, tmp_path):
-    """Dropout is on: the random states must be restored too. An evaluation must change nothing."""
-    evaluated = "--eval-interval 4 --eval-iters 2 "
-    whole, evaluated_too, first, second = mcore_ranks2.run(
+def test_50_and_50_iterations_are_100_bit_for_bit(mcore_ranks2, tmp_path):
+    """Dropout is on, and the loss scale grows and falls: all states must be restored, and counters go on."""
+    small = "--num-layers 1 --seq-length 16 --global-batch-size 4 --hidden-size 16 "
+    flags = small + "--train-iters 100 --fp16 --loss-scale-window 7 --hysteresis 1 --initial-loss-scale 1048576 "
+    everyone = mcore_ranks2.run(
         jobs,
-        ITERATIONS,
-        ITERATIONS + evaluated,
-        ITERATIONS + f"--save {tmp_path} --exit-interval 5",
-        ITERATIONS + f"--load {tmp_path} --save {tmp_path}",
-    )[1]
-    assert len(first.losses) == 5 and len(second.losses) == 7
-    assert first.losses + second.losses == whole.losses
-    assert first.norms + second.norms == whole.norms
-    assert_same(second, whole)
+        flags,
+        flags + f"--save {tmp_path} --exit-interval 50",
+        flags + f"--load {tmp_path} --save {tmp_path}",
+    )
+    for rank, (whole, first, second) in enumerate(everyone):
+        assert len(first.losses) == len(second.losses) == 50
+        assert first.losses + second.losses == whole.losses
+        assert first.norms + second.norms == whole.norms
+        assert_same(second, whole)
+        assert whole.state["skipped_iterations"] > 1
+        assert logged(first) + logged(second) == logged(whole)
+        scales = re.findall("loss scale: ([0-9.]+)", second.output)
+        assert (len(logged(whole)), len(set(scales)) > 1) == ((0, False) if rank else (100, True))
+
+
+def test_an_evaluation_changes_nothing(mcore_ranks2):
+    evaluated = "--eval-interval 4 --eval-iters 2 "
+    whole, evaluated_too = mcore_ranks2.run(jobs, ITERATIONS, ITERATIONS + evaluated)[1]
     assert evaluated_too.losses == whole.losses
     assert evaluated_too.state.pop("consumed_valid_samples") == 4 * 2 * 8  # at 4, 8, 12 and at the end
     whole.state.pop("consumed_valid_samples")
