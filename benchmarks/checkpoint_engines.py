@@ -134,6 +134,7 @@ class Fsdp2:
         self._options, self._device = options, device
         self._stager: Any = None
         self._writing: Any = None
+        self._group: dist.ProcessGroup | None = None
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self._model, self.optimizer)
@@ -146,6 +147,8 @@ class Fsdp2:
     def prepare(self, root: Path) -> None:
         """Makes what copies tensors to the host, in pinned memory that processes share if there are GPUs."""
         on_gpu = self._device.type == "cuda"
+        # A thread communicates while the bench does: all the time, or to start a process.
+        self._group = dist.new_group(backend="gloo")
         self._stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=on_gpu,
@@ -161,6 +164,7 @@ class Fsdp2:
             storage_writer=dcp.FileSystemWriter(root / "checkpoint", thread_count=self._options.threads),
             async_checkpointer_type=AsyncCheckpointerType(self._options.async_by),
             async_stager=self._stager,
+            process_group=self._group,
         )
         if hasattr(self._writing, "staging_completion"):
             self._writing.staging_completion.result()
