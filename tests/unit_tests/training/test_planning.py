@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import time
+import warnings
 import weakref
 from pathlib import Path
 from unittest import mock
@@ -169,3 +170,26 @@ def test_a_tensor_on_its_way_to_a_file_is_gone_when_the_next_one_comes(tmp_path)
     (plan,) = writer.prepare_global_plan([planner.create_local_plan()])
     assert len(writer.write_data(plan, copies).wait()) == 20
     assert copies.most == 1 and copies.alive == 0
+
+
+def test_what_is_large_is_read_in_several_threads(tmp_path):
+    import threading
+
+    import torch.distributed.checkpoint as dcp
+
+    from megatron.training.checkpoint import plain_data
+
+    class Planner(dcp.DefaultLoadPlanner):
+        def commit_tensor(self, read_item, tensor):
+            readers.setdefault(threading.get_ident(), []).append(tensor.numel())
+
+    readers: dict[int, list[int]] = {}
+    saved = {f"w{at}": torch.randn(at, 100) for at in range(1, 20)}
+    read = {name: torch.zeros_like(value) for name, value in saved.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+        with mock.patch.object(plain_data, "_THREAD_NBYTES", 20_000):
+            dcp.load(read, storage_reader=plain_data.PlainReader(tmp_path), planner=Planner(), no_dist=True)
+    assert all(torch.equal(read[name], value) for name, value in saved.items())
+    assert 2 <= len(readers) <= 8 and sum(map(len, readers.values())) == 19
