@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +85,7 @@ class FilesWriter(FileSystemWriter):
         """
         shares = _in_files(plan.items, min(_MOST_FILES, 1 + nbytes_of(plan) // _FILE_NBYTES))
         names = [f"{plan.storage_data.prefix}{number}.distcp" for number in range(len(shares))]
-        with ThreadPoolExecutor(len(shares)) as threads:
+        with ThreadPoolExecutor(len(shares), initializer=on_this_device()) as threads:
             written = threads.map(functools.partial(self._write_file, planner), names, shares)
             try:
                 results = [result for of_file in written for result in of_file]
@@ -113,6 +113,13 @@ class FilesWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Keeps the plan of all files; `described` makes the file of it."""
         self.metadata = metadata
+
+
+def on_this_device() -> Callable[[], None]:
+    """What a thread does first to use the GPU of the thread that calls this; otherwise it would use the first one."""
+    if not torch.cuda.is_initialized():
+        return lambda: None
+    return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 class _Unclosed:

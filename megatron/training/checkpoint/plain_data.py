@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from megatron.training.checkpoint.files import on_this_device
 from megatron.training.checkpoint.index import check_index
 
 METADATA = ".metadata"
@@ -165,7 +166,7 @@ class PlainReader(FileSystemReader):
             parts[least].append(item)
             loads[least] += sizes[id(item)]
         read = super().read_data
-        with ThreadPoolExecutor(len(parts)) as threads:
+        with ThreadPoolExecutor(len(parts), initializer=on_this_device()) as threads:
             for done in threads.map(lambda items: read(replace(plan, items=items), planner), parts):
                 done.wait()
         return done

@@ -193,3 +193,16 @@ def test_what_is_large_is_read_in_several_threads(tmp_path):
             dcp.load(read, storage_reader=plain_data.PlainReader(tmp_path), planner=Planner(), no_dist=True)
     assert all(torch.equal(read[name], value) for name, value in saved.items())
     assert 2 <= len(readers) <= 8 and sum(map(len, readers.values())) == 19
+
+
+def test_threads_use_the_gpu_of_their_rank():
+    from megatron.training.checkpoint.files import on_this_device
+
+    with (
+        mock.patch.object(torch.cuda, "is_initialized", lambda: True),
+        mock.patch.object(torch.cuda, "current_device", lambda: 3),
+        mock.patch.object(torch.cuda, "set_device") as set_device,
+    ):
+        on_this_device()()
+    set_device.assert_called_once_with(3)
+    on_this_device()()
