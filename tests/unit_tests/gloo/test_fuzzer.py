@@ -28,6 +28,14 @@ def test_a_seed_is_always_the_same_program() -> None:
     assert described(random_program(3, 2)).startswith("program 3 on 2 ranks: Program(")
 
 
+def test_the_first_steps_gradients_get_no_allowance_for_noise() -> None:
+    program = random_program(3, 2)
+    expected = fuzz_runs.train_reference(program.build, program.batches(), program.recipe)
+    first, *later = fuzz_runs._noise(program, [fuzz_runs._as_attached(step) for step in expected])
+    assert {size for name, size in first.items() if not name.startswith("weights")} == {0.0}
+    assert later and all(max(step.values()) > 0 for step in later)
+
+
 class BrokenPool:
     """Stands for ranks of which no program with an odd parameter, or with accumulation, comes back."""
 
