@@ -28,6 +28,7 @@ RUNS = {
     "ours-resident": ("--engine", "ours", "--exact-init", "--residency", "auto"),
     "ours-hsdp": ("--engine", "ours", "--exact-init", "--outer", "no_shard"),
     "ours-hfsdp": ("--engine", "ours", "--exact-init", "--outer", "optim"),
+    "ours-copy-engine": ("--engine", "ours", "--exact-init", "--copy-engine"),
     "ours-double-buffer": ("--engine", "ours", "--exact-init", "--double-buffer", "--persist"),
     "ours-user-buffers": ("--engine", "ours", "--exact-init", "--nccl-ub", "--persist"),
 }

@@ -160,7 +160,7 @@ def resting_memory(strategy: int) -> dict[str, float]:
     return {"excess": (resting - baseline - held) / held, "peak_units": (peak - resting - grads) / unit}
 
 
-def buffered(strategy: int, comm: str, options: dict[str, bool]) -> dict[str, Any]:
+def buffered(strategy: int, comm: str, options: dict[str, bool], width: int = 2048) -> dict[str, Any]:
     """Losses, what the allocator did from the third step on, and what was registered, of 8 steps with `options`."""
     gc.collect()  # what the case before has left
     torch.cuda.empty_cache()
@@ -169,7 +169,7 @@ def buffered(strategy: int, comm: str, options: dict[str, bool]) -> dict[str, An
     config = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy, **options)
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=getattr(torch, comm))
     units = [nn.Sequential, nn.Embedding]
-    ours = MegatronFSDP(model(2048, 8).bfloat16().cuda(), index, config, policy, fsdp_unit_modules=units)
+    ours = MegatronFSDP(model(width, 8).bfloat16().cuda(), index, config, policy, fsdp_unit_modules=units)
     optimizer = fully_shard_optimizer(torch.optim.SGD(ours.parameters(), lr=0.1))
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses, reserved = [], []

@@ -25,7 +25,7 @@ LOCAL = UB | {"disable_symmetric_registration": True}
 LATE = UB | {"fsdp_manual_registration": True}
 
 
-def measured(*cases: tuple[int, str, dict[str, bool]], **variables: str) -> list[dict[str, Any]]:
+def measured(*cases: tuple, **variables: str) -> list[dict[str, Any]]:
     """Results of the job with these environment variables, which are shown too."""
     results = launch("buffered", *cases, **variables)
     for case, result in zip(cases, results, strict=True):
@@ -47,8 +47,9 @@ def test_units_that_take_turns_lose_no_bit_and_no_memory(comm: str) -> None:
 
 def test_hardly_more_is_reserved_than_allocated_where_segments_can_grow() -> None:
     growing = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    for result in measured(*((3, "bfloat16", options) for options in ({}, ALIKE)), **growing):
-        assert result["reserved_over_allocated"] < 1.05
+    # Smaller models are dominated by torch's blocks of 2 and 20 MiB.
+    (result,) = measured((3, "bfloat16", {}, 4096), **growing)
+    assert result["reserved_over_allocated"] < 1.05
 
 
 @pytest.mark.parametrize("comm", ["float32", "bfloat16"])
