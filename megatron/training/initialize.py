@@ -1,6 +1,7 @@
 """Device, process groups and seeds of this process."""
 
 import contextlib
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron.training.config import RunConfig, RunPlan
+from megatron.training.config.kernels import DETERMINISTIC
 from megatron.training.ranks import Ranks
 from megatron_fsdp.mcore import cpu_compat
 
@@ -55,17 +57,33 @@ def initialized(config: RunConfig, plan: RunPlan, ranks: Ranks) -> Iterator[Worl
         torch.cuda.set_device(device)
     cpu_compat.install()
     owns_group = not dist.is_initialized()
-    if owns_group:
-        _init_process_group(config, plan, ranks)
-    try:
-        _init_megatron_core(config, plan, ranks)
-        set_seeds(config.rng.seed)
-        yield World(ranks=ranks, device=device, data_parallel_group=parallel_state.get_data_parallel_group())
-    finally:
-        parallel_state.destroy_model_parallel()
-        destroy_num_microbatches_calculator()
+    with _deterministic() if config.rng.deterministic_mode else contextlib.nullcontext():
         if owns_group:
-            dist.destroy_process_group()
+            _init_process_group(config, plan, ranks)
+        try:
+            _init_megatron_core(config, plan, ranks)
+            set_seeds(config.rng.seed)
+            yield World(ranks=ranks, device=device, data_parallel_group=parallel_state.get_data_parallel_group())
+        finally:
+            parallel_state.destroy_model_parallel()
+            destroy_num_microbatches_calculator()
+            if owns_group:
+                dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """Only kernels that compute the same bits each time. Libraries read the variables later, before any work."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    for name, (value, *_) in DETERMINISTIC.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and every number is written before read
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
 def _init_process_group(config: RunConfig, plan: RunPlan, ranks: Ranks) -> None:

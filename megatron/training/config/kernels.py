@@ -8,11 +8,18 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 from megatron.training.config.schema import RunConfig
 from megatron.training.config.schema_model import ModelConfig
+
+#: What makes cuBLAS, NCCL and TransformerEngine compute the same bits each time: the value to set, and all that do.
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +44,9 @@ class Machine:
     allocator_conf: str = ""
     """The environment's PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF, its newer name."""
 
+    determinism: Mapping[str, str] = field(default_factory=dict)
+    """Those of the variables in `DETERMINISTIC` that the environment has."""
+
     @staticmethod
     @cache
     def probe() -> "Machine":
@@ -49,6 +59,7 @@ class Machine:
             has_apex_layer_norm=has_cuda and _is_installed("apex") and _is_installed("fast_layer_norm"),
             cuda_max_connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
             allocator_conf=f"{os.environ.get('PYTORCH_CUDA_ALLOC_CONF')},{os.environ.get('PYTORCH_ALLOC_CONF')}",
+            determinism={name: os.environ[name] for name in DETERMINISTIC if name in os.environ},
         )
 
 

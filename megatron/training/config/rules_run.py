@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from megatron.training.config.flags import all_flags
+from megatron.training.config.kernels import DETERMINISTIC
 from megatron.training.config.rule_book import Setting, flag_of, rule, value_of
 from megatron.training.config.schema import RunConfig
 
@@ -341,3 +342,14 @@ def collections_are_manual(config: RunConfig, setting: Setting) -> str | None:
     if config.train.manual_gc_interval and not config.train.manual_gc:
         return "--manual-gc-interval needs --manual-gc"
     return None
+
+
+@rule
+def nothing_undoes_determinism(config: RunConfig, setting: Setting) -> Iterator[str]:
+    """Libraries that read the environment are not told the contrary of --deterministic-mode."""
+    if not config.rng.deterministic_mode:
+        return
+    for name, value in setting.machine.determinism.items():
+        if value.lower() not in (allowed.lower() for allowed in DETERMINISTIC[name]):
+            wanted = " or ".join(DETERMINISTIC[name])
+            yield f"--deterministic-mode needs {name} to be {wanted}, or not set; it is {value!r}"

@@ -289,10 +289,14 @@ class LoggerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RngConfig:
-    """Seeds."""
+    """Seeds, and whether the same seed gives the same bits."""
 
     seed: int = 1234
     """Seed of weights, dropout and data order."""
+
+    deterministic_mode: bool = False
+    """Take only kernels that compute the same bits each time; slower. Sets CUBLAS_WORKSPACE_CONFIG, NCCL_ALGO and
+    NVTE_ALLOW_NONDETERMINISTIC_ALGO where they are not set."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,6 +94,7 @@ def to_transformer_config(config: RunConfig, machine: Machine | None = None) -> 
         fp16=precision.fp16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
+        deterministic_mode=config.rng.deterministic_mode,
         deallocate_pipeline_outputs=True,
         recompute_granularity=recompute.recompute_granularity,
         recompute_method=recompute.recompute_method,

@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron.training.config import load_config
@@ -146,6 +147,25 @@ def test_overlap_is_logged_by_rank_0_when_due(mcore_ranks2):
         assert labels[-2:] == ["(outside units)", "total"] and any(".layers.* x2" in label for label in labels)
         assert all(float(value) > 0 for value in rows[-1].split()[1:4])
     assert second == [] and outcome.output.count("\n") == 5, "standard output has Megatron-LM's lines only"
+
+
+def deterministic_run() -> tuple[list[tuple[bool, bool]], bool]:
+    """Whether kernels, and megatron-core's, are deterministic in a step, and whether torch's still are afterwards."""
+    from megatron.training.callbacks import Callback
+
+    seen = []
+
+    class Look(Callback):
+        def after_step(self, run, result):
+            embedding = next(module for module in run.model.modules() if hasattr(module, "deterministic_mode"))
+            seen.append((torch.are_deterministic_algorithms_enabled(), embedding.deterministic_mode))
+
+    train("--train-iters 3 --deterministic-mode", callbacks=[Look()])
+    return seen, torch.are_deterministic_algorithms_enabled()
+
+
+def test_deterministic_mode_lasts_as_long_as_the_run(mcore_ranks1):
+    assert mcore_ranks1.run(deterministic_run) == [([(True, True)] * 3, False)]
 
 
 def runs_that_overflow() -> list[Outcome]:

@@ -232,9 +232,19 @@ def test_registered_memory_has_segments_that_stay() -> None:
     assert found_by(BUFFERS, "--fsdp-double-buffer", growing) == ""
 
 
+def test_determinism_is_not_undone_by_the_environment() -> None:
+    name = "nothing_undoes_determinism"
+    for variables in ({}, {"NCCL_ALGO": "tree"}, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}):
+        assert found_by(name, "--deterministic-mode", dataclasses.replace(CUDA, determinism=variables)) == ""
+    contrary = dataclasses.replace(CUDA, determinism={"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1", "NCCL_ALGO": "NVLS"})
+    found = found_by(name, "--deterministic-mode", contrary)
+    assert "needs NVTE_ALLOW_NONDETERMINISTIC_ALGO to be 0, or not set; it is '1'" in found and "'NVLS'" in found
+    assert found_by(name, "", contrary) == ""
+
+
 def test_every_rule_has_a_case_and_a_sentence() -> None:
     names = {function.__name__ for function in RULES}
-    assert names == {name for name, _, _ in CASES} | {"streams_may_overlap"}
+    assert names == {name for name, _, _ in CASES} | {"streams_may_overlap", "nothing_undoes_determinism"}
     assert [function.__name__ for function in RULES if not (function.__doc__ or "").endswith(".")] == []
 
 
