@@ -107,9 +107,9 @@ def _launch(task: str, argv: list[str] | None, ranks: Ranks) -> int:
         reading = read_config(argv)
         job = prepare_reading(reading, ranks.world_size)
     except ConfigError as error:
-        # Every rank finds the same problems.
-        if ranks.is_first:
-            sys.stderr.write(format_problems(error) + "\n")
+        # The ranks of one machine find the same problems; on another one a file may be missing.
+        if ranks.is_first or ranks.local_rank == 0:
+            sys.stderr.write(f"{'' if ranks.is_first else f'[rank {ranks.rank}] '}{format_problems(error)}\n")
         return EXIT_BAD_CONFIGURATION
     configure_logging(job.config.logger.logging_level, ranks)
     ignore_expected_warnings()

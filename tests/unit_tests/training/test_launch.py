@@ -60,6 +60,15 @@ def test_every_mistake_is_told_at_once_by_rank_0_alone(as_rank, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_each_machine_tells_its_mistakes(as_rank, capsys, monkeypatch):
+    """A file may be missing on one of them only, whose ranks would end in silence."""
+    as_rank(8, 16)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert launch("megatron.training.gpt", WRONG) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("[rank 8] ") and "--num-layers is missing" in told
+
+
 def test_unknown_flags_and_unreadable_tokenizers_are_mistakes_too(as_rank, capsys, tmp_path):
     as_rank(0, 1)
     assert launch("megatron.training.gpt", ["--num-layer", "2"]) == 2
