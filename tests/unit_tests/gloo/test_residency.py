@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from megatron_fsdp.runtime import residency
 from megatron_fsdp.runtime.residency import Residency, keep_resident
 from megatron_fsdp.state.param_group import ParamGroup
 from tests.unit_tests.harness.parity import TASKS, Case, check
@@ -77,6 +78,25 @@ def test_a_budget_that_cannot_be_is_refused(ranks2: RankPool) -> None:
     ranks2.run(job_refused, {"residency_bytes": "auto"})
 
 
+def job_warned(*cases: tuple[int, int]) -> list[list[str]]:
+    """What is warned of with each budget under its strategy."""
+    with mock.patch.object(residency.logger, "warning") as warning:
+        told = []
+        for budget, strategy in cases:
+            wanted = case("integers", budget, strategy=strategy)
+            build_sharded(TASKS["integers"].build, wanted.recipe, wanted.sharding)
+            told.append([call.args[0] % call.args[1:] for call in warning.call_args_list])
+            warning.reset_mock()
+        return told
+
+
+def test_a_budget_without_effect_is_told_by_the_first_rank(ranks2: RankPool) -> None:
+    (small, whole, fine), others = ranks2.run(job_warned, (3, 3), (3, 1), (EVERYTHING, 3))
+    assert len(small) == len(whole) == 1 and fine == [] and others == [[]] * 3
+    assert "residency_bytes=3 keeps nothing gathered: the smallest unit has" in small[0]
+    assert "residency_bytes=3 has no effect: no unit's weights come and go" in whole[0]
+
+
 @dataclasses.dataclass(eq=False)
 class Sized:
     """As much of a unit as residency reads."""
@@ -102,7 +122,7 @@ class Ranks:
 
 def test_what_the_first_step_leaves_free_is_agreed_on_and_decided_once() -> None:
     device = mock.Mock(is_cuda=True, free_nbytes=mock.Mock(side_effect=[1000]))
-    residency = Residency(Ranks(), device, None)
-    residency.decide()
-    residency.decide()
+    found = Residency(Ranks(), device, None)
+    found.decide()
+    found.decide()
     assert [unit.is_resident for unit in Ranks.units] == [False, False, True, True]

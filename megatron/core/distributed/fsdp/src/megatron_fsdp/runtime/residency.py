@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
 from megatron_fsdp.machine.device import Device
 from megatron_fsdp.runtime.inquiry import Forum
 from megatron_fsdp.runtime.unit import Unit
@@ -30,6 +32,20 @@ def keep_resident(order: Sequence[Unit], budget_nbytes: int) -> int:
     return budget_nbytes - left
 
 
+def _warn(units: Sequence[Unit], budget_nbytes: int) -> None:
+    sizes = [unit.gathered_nbytes for unit in units if unit.gathered_nbytes]
+    if sizes:
+        logger.warning(
+            "residency_bytes=%d keeps nothing gathered: the smallest unit has %d bytes.", budget_nbytes, min(sizes)
+        )
+    else:
+        logger.warning(
+            "residency_bytes=%d has no effect: no unit's weights come and go. Use it with zero_dp_strategy 3, and name "
+            "the modules that are units.",
+            budget_nbytes,
+        )
+
+
 class Residency:
     """Spends the budget: a given one when the model is built, else what the first step leaves free."""
 
@@ -37,8 +53,8 @@ class Residency:
         self._forum = forum
         self._device = device
         self._is_open = budget_nbytes is None and device.is_cuda and bool(forum.units)
-        if budget_nbytes:
-            keep_resident(forum.units, budget_nbytes)
+        if budget_nbytes and not keep_resident(forum.units, budget_nbytes) and dist.get_rank() == 0:
+            _warn(forum.units, budget_nbytes)
 
     def decide(self) -> None:
         """After a step, once: finds the budget if none was given. **Collective** then."""
