@@ -112,6 +112,8 @@ OPTIONS = [
     ({"mixed_precision_policy": torch.float32}, TypeError, "expected a MixedPrecisionPolicy"),
     ({"residency_bytes": "1GB"}, ValueError, r"^residency_bytes \(fsdp_residency_bytes\) is '1GB'; expected bytes"),
     ({"residency_bytes": 1, "fsdp_double_buffer": True}, ValueError, "^residency_bytes .* is 1, .*leave out one of"),
+    ({"fsdp_double_buffer": "False"}, ValueError, "^fsdp_double_buffer is 'False'; expected True or False"),
+    ({"average_in_collective": None}, ValueError, "^average_in_collective is None; expected True or False"),
     ({"nccl_ub": True}, ValueError, "nccl_ub=True registers memory with NCCL, but the model computes on cpu"),
     (
         {"copy_engine_gather": True},

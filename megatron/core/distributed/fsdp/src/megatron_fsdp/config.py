@@ -294,6 +294,7 @@ def resolve(
         ValueError: an option has no meaning, or two contradict each other.
         NotImplementedError: an option asks for a feature that is not there.
     """
+    _check_switches(config)
     for name, (off, reason) in _NOT_YET.items():
         if getattr(config, name) != off:
             came = getattr(config, name)
@@ -331,6 +332,12 @@ def resolve(
         residency_nbytes=_residency_nbytes(config),
         gathers_by_copies=_gathers_by_copies(config, inner),
     )
+
+
+def _check_switches(config: DistributedDataParallelConfig) -> None:
+    for field in dataclasses.fields(DistributedDataParallelConfig):
+        if field.type == "bool" and (came := getattr(config, field.name)) not in (True, False):
+            raise ValueError(f"{field.name} is {came!r}; expected True or False")  # any text would mean True
 
 
 def _residency_nbytes(config: DistributedDataParallelConfig) -> int | None:
