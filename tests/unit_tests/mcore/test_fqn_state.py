@@ -1,5 +1,7 @@
 """Options of an optimizer's groups, saved by parameter and taken over by groups that are made otherwise."""
 
+import copy
+
 import pytest
 import torch
 
@@ -31,3 +33,21 @@ def test_experts_of_fewer_ranks_join_the_group_of_the_rest(mcore_ranks2):
 def test_one_group_has_one_kind_of_options(mcore_ranks2, key):
     message = f"'a' and 'b' share a group but were saved with different \\['{key}'\\]"
     mcore_ranks2.run_expecting(ValueError, message, load, {key: 1.0}, {key: 2.0})
+
+
+def options_of_any_kind() -> None:
+    for value in (float("nan"), torch.arange(3.0), torch.tensor(float("nan")), [1, (2, float("nan"))]):
+        came = load({"own": value, "lr": 0.5}, {"own": copy.deepcopy(value), "lr": 0.5})
+        assert came["own"] is value and came["lr"] == 0.5
+    for one, other in (
+        (torch.arange(3.0), torch.arange(2.0)),
+        (torch.ones(2), 1.0),
+        (float("nan"), 1.0),
+        ([1], [1, 2]),
+    ):
+        with pytest.raises(ValueError, match="different .'own'"):
+            load({"own": one}, {"own": other})
+
+
+def test_options_may_be_tensors_or_no_numbers(mcore_ranks2):
+    mcore_ranks2.run(options_of_any_kind)

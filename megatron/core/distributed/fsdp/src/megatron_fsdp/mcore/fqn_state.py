@@ -84,12 +84,11 @@ def _options(group: dict) -> dict:
 
 
 def _same(one: object, other: object) -> bool:
+    one, other = (value.tolist() if isinstance(value, torch.Tensor) else value for value in (one, other))
     # A checkpoint may give a tuple back as a list.
-    return (
-        list(one) == list(other)
-        if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list))
-        else one == other
-    )
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one == other or (one != one and other != other)  # the latter: both are NaN
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
