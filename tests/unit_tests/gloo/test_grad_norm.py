@@ -88,3 +88,12 @@ def test_decoupled_gradients_stand_beside_the_parameters(ranks2):
     norm, grads = clipped_in_one_process(2, 0.05, 2.0)
     for (clipped,) in ranks2.run(clip, 3, 0.05, (2.0,), False, False, True):
         assert_close([clipped.norm, *clipped.grads], [norm, *grads])
+
+
+def test_a_norm_that_is_none_is_refused(ranks2):
+    """Minus infinity, the smallest element, gave the largest; 0 divided by zero."""
+    message = "norm_type is .*; expected a number above 0, or inf"
+    for norm_type in (float("-inf"), 0.0, -1.0, float("nan")):
+        ranks2.run_expecting(ValueError, message, clip, 3, 1.0, (norm_type,))
+    for text, number in ranks2.run(clip, 3, 0.05, ("inf", float("inf"))):
+        assert text.norm.equal(number.norm)

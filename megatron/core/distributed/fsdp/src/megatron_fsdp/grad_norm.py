@@ -28,7 +28,13 @@ def clip_grad_norm(
     These ranks hold every element of every gradient, those of all experts included: expert-parallel ranks are dense
     data-parallel ones. Of copies, on an axis that replicates, the first rank's counts. Tensor-parallel ranks, if there
     are several, have one more reduction over `tp_group`.
+
+    Raises:
+        ValueError: `norm_type` is no number above 0.
     """
+    norm_type = float(norm_type)  # as torch's function, which takes "inf" too
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type}; expected a number above 0, or inf")
     trained = [(group, param.sharded) for group, param in buffer.trained()]
     # Of all groups, not of the gradients that this rank happens to hold: ranks must reduce one dtype.
     dtypes = [dtype for group, _ in trained for dtype in (group.facts.grad_dtype, group.facts.main_dtype)]
