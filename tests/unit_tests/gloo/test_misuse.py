@@ -117,6 +117,50 @@ def test_a_backward_belongs_to_the_weights_of_its_forward(ranks2: RankPool) -> N
     ranks2.run_expecting(RuntimeError, "have changed since its forward", step_between_forward_and_backward)
 
 
+def step_unseen(options: dict[str, object], is_fused: bool, installs: bool) -> None:
+    """Two steps of an optimizer that the model does not know, made from its parameters."""
+    torch.manual_seed(0)
+    model = fully_shard_model(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), fsdp_unit_modules=[nn.Linear], **options)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=is_fused)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        model.zero_grad()
+        if installs:
+            model.install_optimized_model_weights()
+
+
+UNSEEN = [
+    ({"zero_dp_strategy": 1}, False),
+    ({"zero_dp_strategy": 2}, True),
+    ({"zero_dp_strategy": 0, "mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=torch.float64)}, False),
+]
+OTHER_VALUES = "^0.weight, 0.bias of unit 0 have other values .* fully_shard_optimizer.*install_optimized_model_weights"
+
+
+def test_a_step_that_the_model_does_not_see_is_refused(ranks2: RankPool) -> None:
+    """Compute weights would stay what they were, for ever."""
+    for options, is_fused in UNSEEN:
+        ranks2.run_expecting(RuntimeError, OTHER_VALUES, step_unseen, options, is_fused, False)
+        ranks2.run(step_unseen, options, is_fused, True)
+    ranks2.run(step_unseen, {"zero_dp_strategy": 3}, False, False)  # Gathers read what is there.
+
+
+def write_under_resident_weights(how: str) -> None:
+    """Weights that stay gathered between two forwards are changed by hand."""
+    model, _ = sharded(residency_bytes=1000)
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+        for param in model.parameters():
+            (param if how == "DTensor" else param.to_local()).mul_(2.0)
+        model(torch.ones(2, 4))
+
+
+def test_values_that_resident_weights_do_not_follow_are_refused(ranks2: RankPool) -> None:
+    for how in ("DTensor", "its local tensor"):
+        ranks2.run_expecting(RuntimeError, OTHER_VALUES, write_under_resident_weights, how)
+
+
 class Residual(nn.Module):
     """Adds to its input in place and hands it on."""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_fsdp.optimizer_state import adopt_state, create_state, mark_state
 from megatron_fsdp.owner_step import (
@@ -40,9 +41,9 @@ def fully_shard_optimizer(
 
     `step` gains `sync_grad_before_optimizer_step=True` (waits for gradient reductions and attaches gradients, unless
     the model does so by itself) and `install_optimized_model_weights=True`; `zero_grad` gains `zero_grad_buffer=True`.
-    All ranks must call both. Without the install, what the next forward reads is undefined until
-    `install_optimized_model_weights()`: strategy 3 casts main weights when it gathers them. `zero_grad` drops the
-    gradients of the optimizer's own parameters. `load_state_dict` takes full tensors too. Calling this again changes
+    All ranks must call both. Without the install, the next forward raises until `install_optimized_model_weights()`;
+    under strategy 3, which gathers the main weights themselves, it sees the step. `zero_grad` drops the gradients of
+    the optimizer's own parameters. `load_state_dict` takes full tensors too. Calling this again changes
     nothing.
 
     Args:
@@ -73,6 +74,18 @@ def fully_shard_optimizer(
     if preproc_state_dict_for_dcp_ckpt:
         optimizer.register_state_dict_post_hook(lambda opt, state_dict: mark_state(opt))
     return optimizer
+
+
+def _count_changes(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Makes the step of any optimizer visible to the model whose parameters it holds: fused ones leave no trace."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            for param in group["params"]:
+                if hasattr(param, "_megatron_fsdp_owner"):
+                    torch.autograd.graph.increment_version(param)
+
+
+register_optimizer_step_post_hook(_count_changes)
 
 
 def _refuse_copy(memo: dict) -> NoReturn:

@@ -28,6 +28,7 @@ class Structure:
             for unit in units
             for param in unit.params
         ]
+        self._units = units
         self._trained = [(param.sharded, param.raw.requires_grad, param) for _, _, _, param in self._memory]
 
     def check(self) -> None:
@@ -35,7 +36,7 @@ class Structure:
 
         Raises:
             RuntimeError: a parameter was replaced, removed or added, its `data` or `requires_grad` was set, or a module
-                with parameters was replaced, removed or added.
+                with parameters was replaced, removed or added; or values were changed that no forward would see.
         """
         for contents in self._modules:
             contents.check()
@@ -49,6 +50,15 @@ class Structure:
         for sharded, local, storage, param in self._memory:
             if local_tensor(sharded) is not local or storage_id(sharded) != storage:
                 raise RuntimeError(f"{param.fqn}.data was set after sharding, which changes nothing; {_WHAT_TO_DO}")
+        for unit in self._units:
+            for group in unit.groups:
+                if group.is_stale:
+                    raise RuntimeError(
+                        f"{', '.join(group.facts.fqns)} of unit {unit.label} have other values than the model computes "
+                        "with: they were changed without its knowledge. Step with the optimizer that "
+                        "fully_shard_optimizer() or fully_shard() gives back; after other changes call "
+                        "install_optimized_model_weights()."
+                    )
         if torch.is_grad_enabled():
             for sharded, requires_grad, param in self._trained:
                 if sharded.requires_grad is not requires_grad:
