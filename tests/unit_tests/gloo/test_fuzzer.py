@@ -5,6 +5,7 @@ import os
 import pytest
 
 from tests.unit_tests.harness import fuzz_runs
+from tests.unit_tests.harness.fuzz_found import FOUND
 from tests.unit_tests.harness.fuzz_programs import random_program
 from tests.unit_tests.harness.fuzz_runs import check_program, described
 from tests.unit_tests.harness.fuzzer import shrunk
@@ -21,6 +22,11 @@ TESTS = {2: 3, 3: 2, 4: 1}
 def test_random_programs_train_like_one_process(rank_pools: dict[int, RankPool], ranks: int, part: int) -> None:
     for seed in range(BASE + part * COUNT, BASE + (part + 1) * COUNT):
         check_program(rank_pools[ranks], random_program(seed, ranks))
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_program_that_was_found_to_fail_trains_like_one_process(ranks2: RankPool, name: str) -> None:
+    check_program(ranks2, FOUND[name])
 
 
 def test_a_seed_is_always_the_same_program() -> None:

@@ -132,6 +132,25 @@ def test_units_may_be_called_by_hand(ranks2: RankPool) -> None:
             assert torch.equal(grad, module.blocks[1].linear.weight.grad)
 
 
+def job_pending(forwards: int) -> dict[str, torch.Tensor]:
+    """Gradients of four forwards, `forwards` at a time before their backwards, the last one's first."""
+    case = Case(task="lending_skipped", microbatches=2, steps=2, sharding=Sharding(units=(Table,)))
+    model, _ = build_sharded(TASKS[case.task].build, case.recipe, case.sharding)
+    given = [ranks[dist.get_rank()] for step in case.batches(dist.get_world_size()) for ranks in step]
+    for start in range(0, len(given), forwards):
+        losses = [case.recipe.loss_fn(model(x), target) for x, target in given[start : start + forwards]]
+        while losses:
+            losses.pop().backward()
+    model.finish_grad_sync()
+    return full_grads(model)
+
+
+def test_a_forward_waits_for_its_backward_with_weights_that_only_some_ranks_were_lent(ranks2: RankPool) -> None:
+    for alone, together in zip(ranks2.run(job_pending, 1), ranks2.run(job_pending, 2), strict=True):
+        for name, grad in alone.items():
+            torch.testing.assert_close(together[name], grad)
+
+
 # ---- what is communicated ----
 
 

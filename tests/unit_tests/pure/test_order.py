@@ -72,6 +72,15 @@ def test_a_unit_that_is_still_needed_for_another_turn_is_not_released():
     assert [step.releases for step in order.backward if step.unit is units["a"]] == [False, False, False, True]
 
 
+def test_what_is_recomputed_as_one_is_entered_as_one():
+    units = named("a", "b", "c")
+    order = Order([*units.values(), units["b"]], ROOT, firsts=[0, 0, 1, 3])
+    assert script(order) == ["+root", "+b", "-b", "+c", "+b", "-C", "+a", "-B", "-A", "-ROOT"]
+    order = Order([units["a"], units["b"], units["b"]], ROOT, firsts=[0, 0, 0])
+    assert script(order) == ["+root", "+b", "+b", "+a", "-b", "-B", "-A", "-ROOT"]
+    assert [step.unit.fqn for step in order.backward if step.opens] == ["b", "a"]
+
+
 def test_what_comes_next_leaves_out_who_does_not_join():
     order, units = order_of("a", "b", "c", frozen="b")
     assert [unit for _, unit in order.entries_from(0)] == [ROOT, units["c"], units["a"]]

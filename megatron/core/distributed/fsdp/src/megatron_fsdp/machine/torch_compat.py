@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -46,6 +47,39 @@ def awaits_gradient(leaf: torch.Tensor) -> bool:
     builds (torch 2.1 to 2.13).
     """
     return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+
+
+def saving_checkpoint() -> int | None:
+    """Names the outermost checkpoint without reentrance around what runs now; None if there is none.
+
+    It has put hooks on what autograd saves. torch shows the innermost ones only, so those above are lifted
+    (`_checkpoint_hook`, `_*_saved_tensors_default_hooks`: torch 2.5 to 2.13).
+    """
+    autograd, lifted = torch._C._autograd, []
+    while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        lifted.append(hooks)
+        autograd._pop_saved_tensors_default_hooks()
+    for pack, unpack in reversed(lifted):
+        autograd._push_saved_tensors_default_hooks(pack, unpack)
+    names = {id(unpack): getattr(unpack, "__qualname__", "") for _, unpack in reversed(lifted)}
+    return next((hook for hook, name in names.items() if name.startswith("_checkpoint_hook.")), None)
+
+
+def hiding_function() -> int | None:
+    """The number of the node whose function's forward runs, as a reentrant checkpoint's; None if there is none.
+
+    Of several inside each other the outermost one's, which its forward has as `ctx`. Forward-mode derivatives are off
+    there, other than under `no_grad` (`_is_fwd_grad_enabled`: torch 2.0 to 2.13).
+    """
+    if torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
+        return None
+    number, frame = next_sequence_number() - 1, sys._getframe()
+    while frame is not None:
+        context = frame.f_locals.get("ctx") if "ctx" in frame.f_code.co_varnames else None
+        if isinstance(context, torch.autograd.function.FunctionCtx):
+            number = context._sequence_nr()
+        frame = frame.f_back
+    return number
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:

@@ -35,10 +35,11 @@ class BackwardTurns:
             self._gathered += 1
             if not step.is_entry or not step.unit.joins_backward:
                 continue
-            if step.unit in self._lenders:  # readable here, but not where it was left out
-                self._gatherer.take_turn(step.unit)
-            else:
+            is_shown_everywhere = step.turn is None or (self.order.is_alike and step.unit not in self._lenders)
+            if is_shown_everywhere:
                 self._gatherer.gather(step.unit)
+            elif step.opens:  # it may be readable here, but not on a rank that left it out
+                self._gatherer.take_turn(step.unit)
 
     def gather_ahead(self, start: int) -> None:
         """Starts the gathers of what may come next, from step number `start` on. **Collective**."""

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from megatron_fsdp.machine.torch_compat import next_sequence_number
+from megatron_fsdp.machine.torch_compat import hiding_function, next_sequence_number, saving_checkpoint
 from megatron_fsdp.runtime.order import Order
 from megatron_fsdp.runtime.unit import Unit
 
@@ -28,37 +28,49 @@ class Call:
 
     forward: Forward
     turn: int | None = None
-    """None: no turn was left, so it was gathered for this call alone."""
-    place: int = 0
-    """If it has none: the turns that had begun before it."""
+    """Its number in the forward's order; None as long as that has no place for it."""
     sequence: int = dataclasses.field(default_factory=next_sequence_number)
     """What autograd would have numbered a node when it began; nodes that forward made later have higher numbers."""
     has_graph: bool = dataclasses.field(default_factory=torch.is_grad_enabled)
     """Autograd recorded it. If not, it may be recomputed by a reentrant checkpoint, which did."""
+    hidden_by: int | None = dataclasses.field(default_factory=hiding_function)
+    """Number of the node of that checkpoint."""
+    saved_by: int | None = dataclasses.field(default_factory=saving_checkpoint)
+    """Names the checkpoint without reentrance that it is in."""
     carries_grad: bool = False
     """Gradients may come to what it returned."""
-    recomputed_by: int | None = None
-    """Number of the node of that checkpoint."""
+    has_been_repeated: bool = False
+    """By the reentrant checkpoint."""
     last: int = 0
     """The last call that had begun when it returned, by its number in this forward."""
     inner: list[Call] = dataclasses.field(default_factory=list)
     """Of the root's: every call inside it."""
 
+    @property
+    def checkpoint(self) -> tuple[str, int] | None:
+        """The same for all calls that are recomputed as one; None: it is not recomputed."""
+        if self.saved_by is not None:
+            return "saved", self.saved_by
+        return None if self.hidden_by is None else ("hidden", self.hidden_by)
+
     def is_over(self, node: int) -> bool:
         """Its backward is, when autograd executes the node of this number: nodes run in the reverse of their order."""
-        return self.sequence > node if self.has_graph else self.recomputed_by not in (None, node)
+        if self.hidden_by is not None:
+            return self.hidden_by > node
+        return self.sequence > node or (not self.has_graph and self.saved_by is None)
 
 
 def recomputed_call(unit: Unit, node: int) -> Call | None:
     """The call of `unit` that is repeated while autograd executes the node of this number; None if unknown.
 
     A reentrant checkpoint is a node made before the calls that it hides and repeats them in their order. Without
-    reentrance the node is one of those that the call has made.
+    reentrance the node is one of those that the call has made, or what it repeats with it.
     """
     calls = unit.calls
-    hidden = [call for call in calls if not call.has_graph and call.sequence > node and not call.is_over(node)]
+    hidden = [call for call in calls if call.hidden_by == node]
     if hidden:
-        call = next((call for call in hidden if call.recomputed_by is None), hidden[-1])
-        call.recomputed_by = node
+        call = next((call for call in hidden if not call.has_been_repeated), hidden[-1])
+        call.has_been_repeated = True
         return call
-    return next((call for call in reversed(calls) if call.has_graph and call.sequence <= node), None)
+    repeated = [call for call in calls if call.has_graph or call.checkpoint is not None]
+    return next((call for call in reversed(repeated) if call.sequence <= node), next(iter(repeated), None))

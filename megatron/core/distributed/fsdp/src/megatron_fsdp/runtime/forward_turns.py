@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -18,6 +20,16 @@ from megatron_fsdp.runtime.unit import Phase, Unit
 _MOST_GROWTH = 2
 
 
+@dataclasses.dataclass(frozen=True)
+class _Extra:
+    """A call that an order has no turn for."""
+
+    call: Call
+    unit: Unit
+    place: int
+    """Turns of the order that had begun before it."""
+
+
 class ForwardTurns:
     """Gathers for a call of a unit everything whose turn comes before it, and then the unit.
 
@@ -26,7 +38,7 @@ class ForwardTurns:
     finds that in its order; from then on they follow it without asking.
 
     If they ran different units, a later forward may need what the sequence lacks, on some ranks only. Then they ask
-    each other again once the sequence is through, which costs every forward one question, and its backward another.
+    each other again once the sequence is through, which costs every forward two questions, and its backward another.
     """
 
     def __init__(self, forum: Forum, root: Unit, gatherer: Gatherer, prefetch: Prefetch):
@@ -52,11 +64,19 @@ class ForwardTurns:
         """Turns of the order whose gather has been started."""
         self._begun = 0
         """Turns of the order that have begun or have been left out."""
+        self._extra: list[_Extra] = []
+        """Calls of this forward for which an order that all ranks follow alike had no turn left."""
+        self._kept: Unit | None = None
+        """Once the order is through: the unit that its last turn leaves gathered for backward."""
 
     @property
     def known(self) -> Order:
         """The order of training; that of registration until the ranks have found it."""
         return self._orders.get(True, self._registered)
+
+    def agreed(self, claims: list[bool]) -> list[bool]:
+        """Which of the claims hold on some rank; this one speaks for all if all run the same. **Collective** if not."""
+        return claims if self.known.is_alike else self._forum.either(claims)
 
     @property
     def coming(self) -> Sequence[Unit]:
@@ -70,7 +90,8 @@ class ForwardTurns:
         self._is_asking = self._order is None
         self._has_asked = False
         self._gathered = self._begun = 0
-        self._root_call, self._called = Call(Forward()), []
+        self._kept = None
+        self._root_call, self._called, self._extra = Call(Forward()), [], []
         return self._root_call
 
     def reach(self, unit: Unit) -> Call:
@@ -89,10 +110,11 @@ class ForwardTurns:
             self._begun = turn + 1
             return Call(forward, turn=turn)
         if self._is_known_alike:  # all ranks come here, and here
-            return Call(forward, turn=None, place=self._begun)
+            self._extra.append(_Extra(Call(forward), unit, self._begun))
+            return self._extra[-1].call
         self._follow_to_its_end()
         self._ask(unit)
-        return Call(forward, turn=None)
+        return Call(forward)
 
     def leave(self, unit: Unit, turn: int | None) -> None:
         """Releases a unit whose turn is over, but not the last one if its backward is what comes next."""
@@ -103,7 +125,7 @@ class ForwardTurns:
 
     def keeps(self, unit: Unit, turn: int | None) -> bool:
         """The unit, whose turn is over, stays gathered for its backward on every rank."""
-        is_last = self._order is not None and turn == len(self._order.forward) - 1
+        is_last = not self._is_asking and turn == len(self._order.forward) - 1
         return is_last and self._is_recorded and unit.joins_backward
 
     @property
@@ -119,20 +141,41 @@ class ForwardTurns:
     def end(self) -> None:
         """The forward is over: takes the turns that are left, and notes the order of all of them. **Collective**."""
         self._follow_to_its_end()
-        self._root_call.forward.order = self._order if self._is_known_alike else self._found()
+        self._root_call.forward.order = self._followed() if self._is_known_alike else self._found()
+        if self._kept is None:
+            return
+        self._kept.is_ahead = not self._has_asked
+        if self._has_asked and self._kept.phase is Phase.RESTING:  # backward begins with what they asked for
+            self._gatherer.release(self._kept)
 
     @property
     def _is_known_alike(self) -> bool:
         return self._order is not None and self._order.is_alike
+
+    def _followed(self) -> Order:
+        """The order of a forward in which all ranks ran alike, but perhaps again or in another order than at first."""
+        before, calls = self._order, self._root_call.inner
+        is_usual = not self._extra and all(calls[call.last].turn <= before.ends[call.turn] for call in calls)
+        if is_usual or not self._is_recorded:
+            return before
+        places = [extra.place for extra in self._extra]
+        moved = [turn + bisect.bisect_right(places, turn) for turn in range(len(before.forward))]
+        for call in calls:
+            call.turn = None if call.turn is None else moved[call.turn]
+        for number, extra in enumerate(self._extra):
+            extra.call.turn = extra.place + number
+        units = dict(zip(moved, before.forward, strict=True)) | {extra.call.turn: extra.unit for extra in self._extra}
+        ends = {turn: moved[end] for turn, end in zip(moved, before.ends, strict=True)}
+        for call in calls:
+            ends[call.turn] = max(ends.get(call.turn, 0), calls[call.last].turn)
+        turns = range(len(units))
+        return Order([units[turn] for turn in turns], self._root, [ends[turn] for turn in turns])
 
     def _found(self) -> Order:
         """The order of a forward in which ranks may have run different units, which may be that of those to come."""
         self._ask(None)
         calls, before = self._root_call.inner, self._order
         if before is not None and not self._has_asked:
-            ends = self._agreed_ends(len(before.forward))
-            if ends == before.ends:
-                return before
             units, is_alike = before.forward, False
         else:
             everyone = self._forum.every(self._called)
@@ -141,42 +184,59 @@ class ForwardTurns:
             for call, turn in zip(calls, placed(self._called, numbers), strict=True):
                 call.turn = turn
             units = [self._forum.units[number] for number in numbers]
-            ends = self._agreed_ends(len(units))
-        if before is None:
-            self._find_carriers()
-        return self._kept(Order(units, self._root, ends, is_alike=is_alike))
+        return self._remembered(self._agreed(units, is_alike=is_alike))
 
     def _merged(self, everyone: list[list[int]]) -> list[int]:
         """Numbers of units in an order in which every rank finds its calls, and what was known before."""
         known = [] if self._order is None else [self._forum.units.index(unit) for unit in self._order.forward]
         return functools.reduce(merged, everyone, known)
 
-    def _kept(self, order: Order) -> Order:
+    def _remembered(self, order: Order) -> Order:
         """Lets forwards to come follow `order` too, unless that would be too much."""
         longest = self._longest.setdefault(self._is_recorded, _MOST_GROWTH * len(order.forward))
         if len(order.forward) <= longest:
             self._orders[self._is_recorded] = order
         return order
 
-    def _agreed_ends(self, count: int) -> list[int]:
-        """For each of `count` turns the last one that any rank began inside it. **Collective**."""
-        ends, calls = list(range(count)), self._root_call.inner
+    def _agreed(self, units: list[Unit], *, is_alike: bool) -> Order:
+        """The order of these turns, from what ranks called inside each and recompute as one. **Collective**.
+
+        Gives a turn in backward to every unit that needs one on some rank, frozen though it may be: gradients flow
+        through it, or if ranks differ, it may be recomputed.
+        """
+        calls = self._root_call.inner
+        ends, firsts = list(range(len(units))), list(range(len(units)))
+        together: dict[tuple[str, int], int] = {}
         for call in calls:
             ends[call.turn] = max(ends[call.turn], calls[call.last].turn)
-        return self._forum.highest(ends)
+            if call.checkpoint is not None and not is_alike:
+                firsts[call.turn] = together.setdefault(call.checkpoint, call.turn)
+        joins = [self._joins(unit, is_alike) for unit in self._forum.units]
+        highest = self._forum.highest([*ends, *(-first for first in firsts), *joins])
+        ends, firsts = highest[: len(units)], [-first for first in highest[len(units) : 2 * len(units)]]
+        for unit, joins_backward in zip(self._forum.units, highest[2 * len(units) :], strict=True):
+            unit.joins_backward = bool(joins_backward)
+        before = self._order
+        if before is not None and (before.forward, before.ends, before.firsts) == (units, ends, firsts):
+            return before
+        return Order(units, self._root, ends, firsts, is_alike=is_alike)
 
-    def _find_carriers(self) -> None:
-        """Gives a turn in backward to every unit through which gradients flow on some rank, frozen though it may be."""
-        units = self._forum.units
-        carries = [unit.joins_backward or any(call.carries_grad for call in unit.calls) for unit in units]
-        for unit, joins in zip(units, self._forum.either(carries), strict=True):
-            unit.joins_backward = joins
+    @staticmethod
+    def _joins(unit: Unit, is_alike: bool) -> bool:
+        return unit.joins_backward or any(
+            call.carries_grad or (call.checkpoint is not None and not is_alike) for call in unit.calls
+        )
 
     def _follow_to_its_end(self) -> None:
         """Takes what is left of the order; from now on the ranks ask each other."""
-        if not self._is_asking:
-            self._walk_to(len(self._order.forward))
-            self._is_asking = True
+        if self._is_asking:
+            return
+        turns = self._order.forward
+        self._walk_to(len(turns))
+        if turns and self.keeps(turns[-1], len(turns) - 1):
+            self._kept = turns[-1]
+            self._kept.is_ahead = False  # what they ask for is gathered on all ranks, wherever it is already
+        self._is_asking = True
 
     def _ask(self, wanted: Unit | None) -> None:
         """Gathers what the ranks ask for until it is what this one wants; without a wish, until none has one."""

@@ -19,6 +19,8 @@ class Step:
     turn: int | None
     """Its number in the forward; None for the root."""
     is_entry: bool
+    opens: bool = False
+    """The beginning of a turn while no other one of the unit is between its entry and its end."""
     releases: bool = False
     """The end of a turn while no other one of the unit is between its entry and its end."""
     reduces: bool = False
@@ -35,12 +37,20 @@ class Order:
     """
 
     def __init__(
-        self, forward: Sequence[Unit], root: Unit, ends: Sequence[int] | None = None, *, is_alike: bool = True
+        self,
+        forward: Sequence[Unit],
+        root: Unit,
+        ends: Sequence[int] | None = None,
+        firsts: Sequence[int] | None = None,
+        *,
+        is_alike: bool = True,
     ):
         self.forward = list(forward)
         """The unit of every turn. The root has none: it stays gathered."""
         self.ends = list(range(len(self.forward)) if ends is None else ends)
         """The last turn that began, on any rank, before the call of each turn had returned."""
+        self.firsts = list(range(len(self.forward)) if firsts is None else firsts)
+        """The first turn that any rank recomputes as one with each turn."""
         self.is_alike = is_alike
         """All ranks took all turns when the order was found."""
         self._turns: dict[Unit, list[int]] = {}
@@ -76,14 +86,18 @@ class Order:
                 yield number, step.unit
 
     def _steps(self) -> Iterator[Step]:
-        closing: dict[int, list[int]] = {}
-        for turn, end in enumerate(self.ends):
-            closing.setdefault(end, []).append(turn)
+        entries = sorted(range(len(self.forward)), key=lambda turn: (-self.ends[turn], turn))
+        number = {turn: index for index, turn in enumerate(entries)}
+        begun = 0
         entered: collections.Counter[Unit] = collections.Counter()
         for turn in reversed(range(len(self.forward))):
-            for outer in closing.get(turn, ()):
-                entered[self.forward[outer]] += 1
-                yield Step(self.forward[outer], outer, is_entry=True)
+            # What is recomputed as one is entered as one.
+            last = max(number[other] for other in range(self.firsts[turn], turn + 1))
+            while begun < len(entries) and (begun <= last or self.ends[entries[begun]] == turn):
+                unit = self.forward[entries[begun]]
+                yield Step(unit, entries[begun], is_entry=True, opens=not entered[unit])
+                entered[unit] += 1
+                begun += 1
             unit = self.forward[turn]
             entered[unit] -= 1
             is_first = turn == self._turns[unit][0]

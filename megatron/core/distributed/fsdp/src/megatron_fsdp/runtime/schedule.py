@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -149,7 +150,6 @@ class Schedule:
             return
         if lends and self._in_forward:
             self._lenders[unit] = awaits_backward or self._lenders.get(unit, False)
-            unit.is_ahead = call is not None and self._turns.keeps(unit, call.turn)
         else:
             unit.enter(Phase.RESTING)
             self._turns.leave(unit, None if call is None else call.turn)
@@ -195,10 +195,10 @@ class Schedule:
         """Ends what is over; if nothing before `call` is to come, its own backward is what follows. **Collective**.
 
         Recomputation over several calls repeats the first of them first: then those behind it are still to come, and
-        without reentrance it begins in the middle of the last one's backward.
+        without reentrance it begins in the middle of the last one's backward. Where ranks differ, the order knows.
         """
         entry = self._order.entry[call.turn]
-        for number in range(self._cursor, entry):
+        for number in range(self._cursor, entry if self._order.is_alike else 0):
             if self._progress.is_to_come(self._order.backward[number]):
                 self._walk_back(number)
                 return
@@ -225,8 +225,8 @@ class Schedule:
         self._follow(call)
         if unit.is_root:
             self._walk_back(1)
-        elif call is not None:
-            self._walk_back_to(call)
+        elif call is not None and call.turn is not None:
+            self._walk_back(self._order.entry[call.turn] + 1)
         unit.enter(Phase.BACKWARD)
         self._gatherer.make_readable(unit)
 
@@ -235,12 +235,6 @@ class Schedule:
         if call is not None and self._progress.follow(call.forward):
             self._cursor = 0
             self._back.restart(call.forward.order or self._turns.known)
-
-    def _walk_back_to(self, call: Call) -> None:
-        """Ends everything that forward ran after `call`. **Collective**."""
-        # What is behind already comes in another order, or shares its output with a call inside it.
-        before = self._order.entry[call.place - 1] if call.turn is None else self._order.entry[call.turn] + 1
-        self._walk_back(before)
 
     def _walk_back(self, stop: int) -> None:
         """Takes the steps of the order's backward before number `stop`. **Collective**."""
@@ -268,7 +262,9 @@ class Schedule:
             self._reduced += 1
 
     def _is_waiting(self, unit: Unit) -> bool:
-        return not self._is_ending and (not self._reduces_early or unit.awaits_grads())
+        if self._is_ending or not self._reduces_early:
+            return not self._is_ending
+        return self._order.is_alike and unit.awaits_grads()  # else only this rank may have to wait
 
     def _reduce(self, unit: Unit) -> None:
         finalizes = self.config.overlap_grad_reduce and (self.model_auto_sync or self.is_last_microbatch)
@@ -298,17 +294,22 @@ class Schedule:
 
     def _reduce_strays(self) -> bool:
         """Reduces gradients that came after their unit's reduction; says if there were any. **Collective**."""
-        late = [unit for unit in self._turns.known.exits if unit.has_stray_grads()]
-        for unit in late:
+        units = self._turns.known.exits
+        are_late = self._turns.agreed([unit.has_stray_grads() for unit in units])
+        for unit in itertools.compress(units, are_late):
             self._reduce(unit)
-        return bool(late)
+        return any(are_late)
 
     def _end_backward(self) -> None:
         self.watch.turn_back(None)
         self._in_backward = False
         self._awaited -= 1
         for unit in self.units:
-            self._end_unit(unit)
+            if self._awaited > 0 and unit in self._lenders:  # another backward begins with its weights, on any rank
+                unit.enter(Phase.RESTING)
+                unit.show_sharded()
+            else:
+                self._end_unit(unit)
             unit.joins_backward |= unit.is_in_backward
             unit.is_in_backward = False
 
