@@ -202,7 +202,7 @@ def buffers_are_there_to_be_kept_or_registered(config: RunConfig, setting: Setti
     if ddp.fsdp_db_use_persist_buf_on_alloc_fail and not has_slots:
         yield "--fsdp-db-use-persist-buf-on-alloc-fail needs --fsdp-double-buffer"
     residency = ddp.fsdp_residency_bytes
-    if residency != "auto" and not residency.isdigit():
+    if residency != "auto" and not residency.isdecimal():
         yield f"--fsdp-residency-bytes {residency} is neither a number of bytes nor auto"
     elif residency != "0" and has_slots:
         yield "--fsdp-residency-bytes lets units keep memory in which double buffers let them take turns; leave out one"

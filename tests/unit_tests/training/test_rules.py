@@ -232,6 +232,13 @@ def test_registered_memory_has_segments_that_stay() -> None:
     assert found_by(BUFFERS, "--fsdp-double-buffer", growing) == ""
 
 
+def test_a_number_of_bytes_is_what_int_reads() -> None:
+    for text in ("²", "1e9", "-1", "AUTO"):
+        found = found_by(BUFFERS, f"--fsdp-residency-bytes {text}")
+        assert found == f"--fsdp-residency-bytes {text} is neither a number of bytes nor auto"
+    assert found_by(BUFFERS, "--fsdp-residency-bytes 1000") == found_by(BUFFERS, "--fsdp-residency-bytes auto") == ""
+
+
 def test_determinism_is_not_undone_by_the_environment() -> None:
     name = "nothing_undoes_determinism"
     for variables in ({}, {"NCCL_ALGO": "tree"}, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}):
