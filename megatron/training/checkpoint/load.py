@@ -252,18 +252,19 @@ def _read_leaves(run: Run, folder: Path, saved: Metadata, names: Stored, leaves:
     wanted = {there: leaves[name] for name, there in places.items()} | dict.fromkeys(steps.values(), 0)
     same = same_places(wanted, saved)
     read = {there: value for there, value in wanted.items() if there not in same}
-    problem = _read_here(folder, saved, read)
+    problem = _read_here(folder, saved, read) or _not_numbers(wanted, read)
     if any_rank(problem is not None, run.world.device):
         problems: list[str | None] = [None] * run.world.ranks.world_size
         dist.all_gather_object(problems, problem)
         told = next(f"rank {rank} {each}" for rank, each in enumerate(problems) if each is not None)
         raise ValueError(damaged(folder, told))
-    for there, other in same.items():
-        if isinstance(value := wanted[there], torch.Tensor):
-            value.detach().copy_(read[other])
+    for there, value in wanted.items():
+        found = read[same.get(there, there)]
+        if not isinstance(value, torch.Tensor):
+            read[there] = copy.deepcopy(found) if there in same else found
+        elif found is not value:
+            value.detach().copy_(torch.as_tensor(found))
             read[there] = value
-        else:
-            read[there] = copy.deepcopy(read[other])
     for name, there in steps.items():
         leaves[name].fill_(float(read[there]))
     return {name: read[there] for name, there in places.items()} | {name: leaves[name] for name in steps}
@@ -277,6 +278,16 @@ def _read_here(folder: Path, saved: Metadata, read: dict[str, Any]) -> str | Non
             dcp.load(read, storage_reader=PlainReader(folder, saved), planner=DataOnlyPlanner(), no_dist=True)
         except CheckpointException as error:
             return what_failed(error)
+    return None
+
+
+def _not_numbers(wanted: Mapping[str, Any], read: Mapping[str, Any]) -> str | None:
+    """Which value stands where the run has a tensor that it cannot fill; only counts of steps may be plain numbers."""
+    for there, found in read.items():
+        value = wanted[there]
+        is_number = isinstance(found, (int, float)) and isinstance(value, torch.Tensor) and value.dim() == 0
+        if isinstance(value, torch.Tensor) and not isinstance(found, torch.Tensor) and not is_number:
+            return f"finds {there} to be of {type(found).__name__}, not a tensor of shape {tuple(value.shape)}"
     return None
 
 

@@ -60,7 +60,12 @@ def theirs(source) -> dict:
     return stored
 
 
-@pytest.mark.parametrize(("form", "flags"), [(older, ""), (theirs, "--no-load-rng")])
+def numbers(source) -> dict:
+    """As it is, but for counts of steps, which optimizers may keep as plain numbers."""
+    return {name: int(source[name].read()) if name.endswith(".step") else source[name] for name in source}
+
+
+@pytest.mark.parametrize(("form", "flags"), [(older, ""), (theirs, "--no-load-rng"), (numbers, "")])
 def test_what_others_wrote_is_resumed(mcore_ranks1, saved, tmp_path, form, flags):
     whole, folder = saved
     written = form(open_source(folder))
@@ -73,6 +78,17 @@ def test_what_others_wrote_is_resumed(mcore_ranks1, saved, tmp_path, form, flags
         assert torch.equal(resumed.weights[name], value), name
     for name, value in whole.optimizer.items():
         assert torch.equal(resumed.optimizer[name], value), name
+
+
+def test_a_value_in_the_place_of_a_tensor_is_told(mcore_ranks1, saved, tmp_path):
+    source = open_source(saved[1])
+    for name, value, kind in (
+        (f"model.module.{EMBEDDING}", 2.0, "float"),
+        (f"optimizer.state.{EMBEDDING}.step", "x", "str"),
+    ):
+        write_folder({**source, name: value}, tmp_path / kind)
+        message = f"no complete .*: rank 0 finds {name} to be of {kind}, not a tensor of shape"
+        mcore_ranks1.run_expecting(ValueError, message, run_all, f"--load {tmp_path / kind}")
 
 
 def loaded(flags: str) -> dict[str, torch.Tensor]:
