@@ -153,11 +153,6 @@ def unit_choices(tree: Node) -> list[str]:
     return sorted(names)
 
 
-def _has_rank_coins(part: Node | Leaf) -> bool:
-    by_call = any(call.skip == "rank" for node in nodes_of(part) for call in node.calls)
-    return by_call or any(leaf.kind == "choosy" for leaf in leaves_of(part))
-
-
 # ---- chance ----
 
 
@@ -253,36 +248,30 @@ class _Trees:
             chance.shuffle(order)
         if order and chance.random() < 0.3:
             order.insert(chance.randrange(len(order) + 1), chance.choice(order))
-        rules = [self._rule(child) for child in children]
+        rules = [self._rule() for _ in children]
         by_call = chance.random() < 0.5
         return Node(
             cls=chance.choice("ABC"),
             children=children,
-            calls=tuple(
-                self._call(number, children[number], self._rule(children[number]) if by_call else rules[number])
-                for number in order
-            ),
+            calls=tuple(self._call(number, self._rule() if by_call else rules[number]) for number in order),
             output=chance.choice(("tensor", "tensor", "tuple", "dict", "dataclass", "object")),
             has_autocast=self._has_autocast and chance.random() < 0.3,
             is_rotating=chance.random() < 0.1,
         )
 
-    def _rule(self, child: Node | Leaf) -> tuple[str, int]:
+    def _rule(self) -> tuple[str, int]:
         """When a child is left out."""
         chance = self._chance
         kind = chance.choice(("", "", "", "", "step", "rank"))
-        # Gradients flow through a frozen unit on all ranks or on none.
-        if kind == "rank" and (not self._has_coins or any(leaf.frozen for leaf in leaves_of(child))):
+        if kind == "rank" and not self._has_coins:
             kind = ""
         return kind, chance.randrange(COINS)
 
-    def _call(self, child: int, part: Node | Leaf, rule: tuple[str, int]) -> Call:
+    def _call(self, child: int, rule: tuple[str, int]) -> Call:
         chance = self._chance
         recompute = chance.choice(("", "reentrant", "plain")) if self._has_recompute else ""
         mode = chance.choice(("positional",) * 6 + ("keyword",) * 2 + ("no_grad",) * (chance.random() < 0.3))
-        # What is recomputed as one runs the same units on all ranks.
-        is_span = isinstance(part, Node) or part.kind in ("choosy", "bottleneck")
-        if mode == "no_grad" or _has_rank_coins(part) or (rule[0] == "rank" and is_span):
+        if mode == "no_grad":
             recompute = ""
         return Call(child=child, skip=rule[0], site=rule[1], recompute=recompute, mode=mode)
 

@@ -32,8 +32,9 @@ class Schedule:
 
     All ranks communicate in one canonical order, `Order`, which does not depend on what a rank runs: a forward gathers
     turn by turn, a backward gathers and reduces in the mirrored order. A rank that reaches a unit first does everything
-    that comes before it, with zero gradients for what it skipped. A rank may leave calls out, but must make the others
-    in the order of all; gradients flow through a frozen unit on all ranks or on none.
+    that comes before it, with zero gradients for what it skipped. Unless they differed in the first forward, a rank may
+    leave calls out but must make the others in the order of all, and gradients flow through a frozen unit on all or on
+    none.
     """
 
     def __init__(self, units: list[Unit], config: EngineConfig, device: Device, scales: dict[bool, GradScale]):
