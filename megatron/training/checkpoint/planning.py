@@ -103,14 +103,15 @@ def with_same(places: dict[MetadataIndex, Any], same: Mapping[str, str]) -> dict
 
 
 def same_places(wanted: Mapping[str, Any], metadata: Metadata) -> dict[str, str]:
-    """Of `wanted` names that are no shards and share a place: each but the first -> the first."""
+    """Of `wanted` names that are no shards, share a place and are of one form: each but the first -> the first."""
     places = {index.fqn: place for index, place in metadata.storage_data.items() if index.fqn in wanted}
     first: dict[Any, str] = {}
     same = {}
     for name, value in wanted.items():
         if not isinstance(value, DTensor):
             place = places[name]
-            other = first.setdefault((place.relative_path, place.offset, place.length), name)
+            form = (value.dtype, value.shape) if isinstance(value, torch.Tensor) else None
+            other = first.setdefault((place.relative_path, place.offset, place.length, form), name)
             if other is not name:
                 same[name] = other
     return same

@@ -206,3 +206,20 @@ def test_threads_use_the_gpu_of_their_rank():
         on_this_device()()
     set_device.assert_called_once_with(3)
     on_this_device()()
+
+
+def test_a_shared_place_is_read_anew_for_another_dtype_or_shape(tmp_path):
+    """A count of 1001 that is copied from where it was read in bf16 would be 1000."""
+    from types import SimpleNamespace
+
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    from megatron.training.checkpoint.planning import same_places
+
+    place = SimpleNamespace(relative_path="__0_0.distcp", offset=0, length=9)
+    wanted = {
+        "coarse": torch.tensor(0.0, dtype=torch.bfloat16), "fine": torch.tensor(0.0), "alike": torch.tensor(0.0),
+        "long": torch.zeros(2), "number": 0, "text": "",
+    }  # fmt: skip
+    index = SimpleNamespace(storage_data={MetadataIndex(name): place for name in wanted})
+    assert same_places(wanted, index) == {"alike": "fine", "text": "number"}
