@@ -74,16 +74,18 @@ def initialized(config: RunConfig, plan: RunPlan, ranks: Ranks) -> Iterator[Worl
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
     """Only kernels that compute the same bits each time. Libraries read the variables later, before any work."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    for name, (value, *_) in DETERMINISTIC.items():
-        os.environ.setdefault(name, value)
+    before = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    added = {name: value for name, (value, *_) in DETERMINISTIC.items() if name not in os.environ}
+    os.environ.update(added)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and every number is written before read
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
+        torch.set_deterministic_debug_mode(before[0])
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def _init_process_group(config: RunConfig, plan: RunPlan, ranks: Ranks) -> None:

@@ -149,9 +149,10 @@ def test_overlap_is_logged_by_rank_0_when_due(mcore_ranks2):
     assert second == [] and outcome.output.count("\n") == 5, "standard output has Megatron-LM's lines only"
 
 
-def deterministic_run() -> tuple[list[tuple[bool, bool]], bool]:
-    """Whether kernels, and megatron-core's, are deterministic in a step, and whether torch's still are afterwards."""
+def deterministic_run() -> tuple[list[tuple[bool, bool]], int, list[str]]:
+    """Whether kernels, and megatron-core's, are deterministic in a step; torch's mode and new variables afterwards."""
     from megatron.training.callbacks import Callback
+    from megatron.training.config.kernels import DETERMINISTIC
 
     seen = []
 
@@ -160,12 +161,17 @@ def deterministic_run() -> tuple[list[tuple[bool, bool]], bool]:
             embedding = next(module for module in run.model.modules() if hasattr(module, "deterministic_mode"))
             seen.append((torch.are_deterministic_algorithms_enabled(), embedding.deterministic_mode))
 
-    train("--train-iters 3 --deterministic-mode", callbacks=[Look()])
-    return seen, torch.are_deterministic_algorithms_enabled()
+    torch.set_deterministic_debug_mode("warn")
+    try:
+        train("--train-iters 3 --deterministic-mode", callbacks=[Look()])
+        return seen, torch.get_deterministic_debug_mode(), [name for name in DETERMINISTIC if name in os.environ]
+    finally:
+        torch.set_deterministic_debug_mode("default")
 
 
 def test_deterministic_mode_lasts_as_long_as_the_run(mcore_ranks1):
-    assert mcore_ranks1.run(deterministic_run) == [([(True, True)] * 3, False)]
+    """Another run in the same process has the mode, here only to warn, and the variables that were there before."""
+    assert mcore_ranks1.run(deterministic_run) == [([(True, True)] * 3, 1, [])]
 
 
 def runs_that_overflow() -> list[Outcome]:
