@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 #: Parts of the library's folder that are not the library.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "ensurepip"}
 LOG_LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*? lm loss: ([0-9.E+-]+) \|")
-VALID_LINE = re.compile(r"validation loss at iteration (\d+) \| lm loss value: ([0-9.E+-]+)")
+VALID_LINE = re.compile(r"validation loss at iteration (\d+)(?: on validation set)? \| lm loss value: ([0-9.E+-]+)")
 #: The loss must end under this fraction of the entropy that a model without context cannot beat.
 FAR_BELOW = 0.75
 

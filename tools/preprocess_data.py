@@ -274,8 +274,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     seconds = max(time.monotonic() - start, 1e-9)
     print(
-        f"{totals.documents} documents, {totals.tokens} tokens, {totals.nbytes / 1e6:.2f} MB "
-        f"in {seconds:.1f} s ({totals.nbytes / seconds / 1e6:.2f} MB/s); {totals.skipped} texts skipped"
+        f"{totals.documents} documents read, {totals.tokens} tokens, {totals.nbytes / 1e6:.2f} MB "
+        f"in {seconds:.1f} s ({totals.nbytes / seconds / 1e6:.2f} MB/s); {totals.skipped} empty texts left out"
     )
     for prefix in totals.prefixes:
         print(f"--data-path {prefix}")

@@ -134,6 +134,16 @@ def test_a_whole_state_dict_loads_under_the_bare_model_s_names_and_the_sharded_o
     ranks2.run(load_bare_and_own_names)
 
 
+def whole_of_a_state_dict_that_is_gone() -> tuple[torch.Tensor, torch.Tensor]:
+    model = shard(nn.Sequential(nn.Linear(3, 3)), Sharding(strategy=3))
+    return model.state_dict()["module.0.weight"].full_tensor(), next(iter(model.parameters())).full_tensor()
+
+
+def test_a_tensor_of_a_state_dict_that_nobody_keeps_is_gathered(ranks2):
+    for came, expected in ranks2.run(whole_of_a_state_dict_that_is_gone):
+        assert torch.equal(came, expected)
+
+
 class Stateful(nn.Linear):
     """Keeps something that torch DCP cannot store."""
 

@@ -105,7 +105,7 @@ def test_text_that_is_not_utf8(tool, tmp_path, capsys):
     assert f"{folder}/bad.txt: not UTF-8" in capsys.readouterr().err
     assert tool.main(arguments(folder, tmp_path / "out", "--skip-undecodable")) == 0
     assert [bytes(document) for document in read_back(tmp_path / "out_text_document")] == [b"good"]
-    assert "1 texts skipped" in capsys.readouterr().out
+    assert "1 empty texts left out" in capsys.readouterr().out
 
 
 def test_half_characters_of_json_become_replacement_characters(tool, tmp_path):
@@ -174,7 +174,7 @@ def test_the_script_runs_and_reports_progress(tmp_path):
     assert [line.split()[1] for line in progress] == ["1000", "2000"]
     assert "docs/s" in progress[0] and "MB/s" in progress[0]
     assert len(result.stderr.splitlines()) == 2, "nothing else is said, as by megatron-core's imports"
-    assert "2500 documents, 7500 tokens" in result.stdout
+    assert "2500 documents read, 7500 tokens" in result.stdout
 
 
 def test_options_and_models_that_are_not_there_are_one_line(tool, tmp_path, capsys):

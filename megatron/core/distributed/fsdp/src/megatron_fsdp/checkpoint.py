@@ -67,7 +67,7 @@ class StateDictHooks:
         for fqn, spec in self._specs.items():
             value = state_dict.get(prefix + fqn)
             if isinstance(value, DTensor):
-                spec.mark(value, for_checkpoint=self.preprocess)
+                spec.mark(value, for_checkpoint=self.preprocess, keeps_memory=True)
 
     def before_load(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict, *_: object

@@ -72,9 +72,14 @@ class ShardSpec:
         layout = {"shape": self.shape, "stride": stride}
         return self.mark(DTensor.from_local(local, self.mesh, self.placements, run_check=False, **layout))
 
-    def mark(self, dtensor: DTensor, *, for_checkpoint: bool = True) -> DTensor:
-        """Gives a DTensor of this shape and placement the right `full_tensor` and torch DCP's chunk; returns it."""
-        dtensor.full_tensor = _FullTensor(self, weakref.ref(dtensor))
+    def mark(self, dtensor: DTensor, *, for_checkpoint: bool = True, keeps_memory: bool = False) -> DTensor:
+        """Gives a DTensor of this shape and placement the right `full_tensor` and torch DCP's chunk; returns it.
+
+        With `keeps_memory` its `full_tensor`, once looked up, works when the DTensor itself is gone, as it is in
+        `model.state_dict()[name].full_tensor()`.
+        """
+        kept = dtensor.to_local().detach() if keeps_memory else None
+        dtensor.full_tensor = _FullTensor(self, weakref.ref(dtensor), kept)
         dtensor.redistribute = _Redistribute(self, weakref.ref(dtensor))
         if for_checkpoint:
             attach_boxes(dtensor, self._boxes(), self.taken_name)
@@ -235,9 +240,11 @@ def _moved(axis, rank: int):
 class _Override:
     """A method of one DTensor in place of torch's, which assumes the shards of `torch.chunk` and is silently wrong."""
 
-    def __init__(self, spec: ShardSpec, dtensor: weakref.ref[DTensor]):
+    def __init__(self, spec: ShardSpec, dtensor: weakref.ref[DTensor], kept: torch.Tensor | None = None):
         self._spec = spec
         self._dtensor = dtensor
+        self._kept = kept
+        """This rank's rows; None if they may move to other memory."""
 
     def __reduce__(self) -> tuple:
         # A pickled shard (asynchronous checkpoints send them to another process) has left its process groups behind.
@@ -252,7 +259,7 @@ class _FullTensor(_Override):
         if grad_placements is not None:
             raise NotImplementedError("full_tensor of a shard is not differentiable; leave grad_placements out.")
         with torch.no_grad():
-            local = self._dtensor().to_local().detach()
+            local = self._dtensor().to_local().detach() if self._kept is None else self._kept
             return self._spec.gather(local) if self._spec.is_sharded else local.clone()
 
 
