@@ -14,7 +14,7 @@ from tests.unit_tests.harness.rank_pool import RankPool
 #: Another number tries other models.
 BASE = int(os.environ.get("MEGATRON_FSDP_FUZZ_SEED", "0"))
 #: Programs of one test, and tests by number of ranks.
-COUNT = 10
+COUNT = 20
 TESTS = {2: 3, 3: 2, 4: 1}
 
 
