@@ -151,6 +151,17 @@ def test_a_forward_waits_for_its_backward_with_weights_that_only_some_ranks_were
             torch.testing.assert_close(together[name], grad)
 
 
+def job_shared(task: str) -> None:
+    """One backward for two forwards, in which ranks run different units."""
+    _warnings(task, 2)
+
+
+@pytest.mark.parametrize("task", ["skipping", "lending_skipped"])
+def test_forwards_in_which_ranks_differ_cannot_share_a_backward(ranks2: RankPool, task: str) -> None:
+    message = "several of its forwards share one backward, .* call backward for each forward's loss by itself"
+    ranks2.run_expecting(NotImplementedError, message, job_shared, task, timeout_s=15)
+
+
 # ---- what is communicated ----
 
 

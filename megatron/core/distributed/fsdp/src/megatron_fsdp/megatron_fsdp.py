@@ -33,7 +33,7 @@ from megatron_fsdp.refused_hooks import refuse_hooks
 from megatron_fsdp.runtime.build import BuildRequest, build_units, grad_scales
 from megatron_fsdp.runtime.discovery import UnitPlan
 from megatron_fsdp.runtime.hooks import install_hooks
-from megatron_fsdp.runtime.moment import check_idle, check_not_taken
+from megatron_fsdp.runtime.moment import check_idle, check_not_taken, showing_sharded
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.storage import make_pool, prepare
 from megatron_fsdp.runtime.structure import Structure
@@ -167,7 +167,7 @@ class MegatronFSDP(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The sharded parameters, also in the middle of a step, when modules hold the full ones."""
-        with self._schedule.showing_sharded():
+        with showing_sharded(self._schedule.units):
             found = list(super().named_parameters(*args, **kwargs))
         yield from found
 

@@ -1,8 +1,12 @@
-"""Whether now is the moment for something that all units take part in."""
+"""Whether now is the moment for something that all units take part in, and what they show meanwhile."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
+
 from megatron_fsdp.runtime.schedule import Schedule
+from megatron_fsdp.runtime.unit import Unit
 
 
 def check_not_taken(schedule: Schedule, action: str) -> None:
@@ -34,3 +38,16 @@ def end_interrupted_forward(schedule: Schedule) -> None:
     """Releases what a forward that raised has left behind."""
     schedule.forget_forward()
     settle(schedule)
+
+
+@contextlib.contextmanager
+def showing_sharded(units: Iterable[Unit]) -> Iterator[None]:
+    """Inside, modules show sharded parameters, whatever they are doing; nothing is gathered or released."""
+    raw = [unit for unit in units if unit.shows_raw]
+    for unit in raw:
+        unit.show_sharded()
+    try:
+        yield
+    finally:
+        for unit in raw:
+            unit.show_raw()

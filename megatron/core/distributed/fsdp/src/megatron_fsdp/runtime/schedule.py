@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.collectives import GradScale
@@ -232,8 +231,18 @@ class Schedule:
         self._gatherer.make_readable(unit)
 
     def _follow(self, call: Call | None) -> None:
-        """Starts anew if `call` belongs to another forward: several may share one backward."""
+        """Starts anew if `call` belongs to another forward: several may share one backward, if all ranks run the same.
+
+        Raises:
+            NotImplementedError: they do not, so that each has come to another place of the other forward.
+        """
         if call is not None and self._progress.follow(call.forward):
+            if self._cursor and not self._order.is_alike:
+                self._walk_back(len(self._order.backward))  # so that no rank waits for one that has raised
+                raise NotImplementedError(
+                    "ranks run different units in this model, and several of its forwards share one backward, in which "
+                    "ranks could wait for each other for ever; call backward for each forward's loss by itself."
+                )
             self._cursor = 0
             self._back.restart(call.forward.order or self._turns.known)
 
@@ -378,18 +387,6 @@ class Schedule:
         for unit in self.units:
             if not unit.gathers_weights:
                 self._gatherer.gather(unit)
-
-    @contextlib.contextmanager
-    def showing_sharded(self) -> Iterator[None]:
-        """Inside, modules show sharded parameters, whatever they are doing; nothing is gathered or released."""
-        raw = [unit for unit in self.units if unit.shows_raw]
-        for unit in raw:
-            unit.show_sharded()
-        try:
-            yield
-        finally:
-            for unit in raw:
-                unit.show_raw()
 
     def rest(self) -> None:
         """Releases every gathered weight and shows sharded parameters everywhere."""
