@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_fsdp.runtime import residency
 from megatron_fsdp.runtime.residency import Residency, keep_resident
 from megatron_fsdp.state.param_group import ParamGroup
-from tests.unit_tests.harness.parity import TASKS, Case, check
+from tests.unit_tests.harness.parity import TASKS, Case, check, joint_step
 from tests.unit_tests.harness.rank_pool import RankPool
 from tests.unit_tests.harness.sharded import Sharding, build_sharded, train_step
 
@@ -36,15 +36,19 @@ def test_residency_goes_with_every_strategy(ranks4: RankPool) -> None:
     check(ranks4, [case("integers", EVERYTHING, outer=outer) for outer in (0, 1)])
 
 
-def job_gathers(budget: int, steps: int) -> tuple[list[list[str]], list[int], int]:
+def job_gathers(budget: int, steps: int, is_auto: bool = False) -> tuple[list[list[str]], list[int], int]:
     """Units gathered in each step of three micro-batches, bytes gathered after it, and bytes of the largest unit."""
     wanted = case("integers", budget, microbatches=3)
     model, optimizer = build_sharded(TASKS["integers"].build, wanted.recipe, wanted.sharding)
+    model.set_model_auto_sync(is_auto)
     real, seen, left = ParamGroup.unshard, [], []
     units = model._schedule.units
     for microbatches in wanted.batches(dist.get_world_size())[:steps]:
         with mock.patch.object(ParamGroup, "unshard", autospec=True, side_effect=real) as spy:
-            train_step(model, optimizer, wanted.recipe, microbatches)
+            if is_auto:
+                joint_step(model, optimizer, wanted, microbatches, 1)
+            else:
+                train_step(model, optimizer, wanted.recipe, microbatches)
         seen.append([call.args[0].facts.name.partition(":")[0] for call in spy.call_args_list])
         left.append(sum(unit.gathered_nbytes for unit in units if unit.gathers_weights and unit.is_unsharded))
     return seen, left, max(unit.gathered_nbytes for unit in units if not unit.is_root)
@@ -61,6 +65,11 @@ def test_what_the_budget_holds_is_gathered_once_in_a_step_and_gone_after_it(rank
                 name: 1 if name in stays else 3 if name == "blocks.2" else 6
                 for name in ("blocks.0", "blocks.1", "blocks.2")
             }, (budget, counts)
+
+
+def test_resident_units_stay_through_micro_batches_that_are_synchronized_each(ranks2: RankPool) -> None:
+    for steps, left, _ in ranks2.run(job_gathers, EVERYTHING, 2, True):
+        assert left == [0, 0] and [steps[1].count(f"blocks.{number}") for number in range(3)] == [1, 1, 1]
 
 
 def job_refused(options: dict[str, object]) -> None:

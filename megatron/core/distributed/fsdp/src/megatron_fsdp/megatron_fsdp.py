@@ -242,7 +242,7 @@ class MegatronFSDP(nn.Module):
                 "force_all_reduce=True is for replicated gradients; sharded ones are reduced to their owners."
             )
         self.synchronize_gradient_reduce()
-        self.synchronize_param_gather()
+        (self._schedule.release if self.model_auto_sync else self._schedule.rest)()  # more may come
         self._schedule.microbatch_count = 0
         if self._nan_report is not None:
             try:

@@ -388,8 +388,13 @@ class Schedule:
             if not unit.gathers_weights:
                 self._gatherer.gather(unit)
 
-    def rest(self) -> None:
-        """Releases every gathered weight and shows sharded parameters everywhere."""
+    def release(self) -> None:
+        """Releases gathered weights that are not resident, and shows sharded parameters everywhere."""
         for unit in self.units:
             self._end_unit(unit)
+
+    def rest(self) -> None:
+        """Lets every gathered weight go and shows sharded parameters everywhere."""
+        self.release()
+        for unit in self.units:
             self._gatherer.let_go(unit)
