@@ -19,18 +19,13 @@ import torch
 import torch.distributed as dist
 from fsdp_bench import SIZES, make_engine
 from fsdp_bench import parser as bench_parser
+from table import ENGINES
 
 #: What `fsdp_bench.py` is told, by run; each is made once for each communication dtype.
 RUNS = {
-    "fsdp2": ("--engine", "fsdp2"),
-    "plain": ("--engine", "ours", "--exact-init", "--plain"),
-    "ours": ("--engine", "ours", "--exact-init"),
-    "ours-resident": ("--engine", "ours", "--exact-init", "--residency", "auto"),
-    "ours-hsdp": ("--engine", "ours", "--exact-init", "--outer", "no_shard"),
-    "ours-hfsdp": ("--engine", "ours", "--exact-init", "--outer", "optim"),
-    "ours-copy-engine": ("--engine", "ours", "--exact-init", "--copy-engine"),
-    "ours-double-buffer": ("--engine", "ours", "--exact-init", "--double-buffer", "--persist"),
-    "ours-user-buffers": ("--engine", "ours", "--exact-init", "--nccl-ub", "--persist"),
+    "fsdp2": ENGINES["fsdp2"],
+    "plain": (*ENGINES["ours"], "--plain"),
+    **{name: told for name, told in ENGINES.items() if name.startswith("ours")},
 }
 
 
