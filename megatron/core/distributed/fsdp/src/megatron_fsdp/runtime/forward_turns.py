@@ -60,6 +60,8 @@ class ForwardTurns:
         self._has_asked = False
         """Something has been gathered since."""
         self._root_call = Call(Forward())
+        self._called: list[int] = []
+        """Numbers of the units that this rank has called, unless all ranks are known to call the same."""
         self._gathered = 0
         """Turns of the order whose gather has been started."""
         self._begun = 0

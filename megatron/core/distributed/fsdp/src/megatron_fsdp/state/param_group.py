@@ -202,10 +202,10 @@ class ParamGroup:
     @property
     def is_stale(self) -> bool:
         """The main weight has been changed since, by something that installed nothing: a forward would not know."""
-        if self._versions() == self._followed or self._is_one_memory:
-            return False
         follows_in_gathers = self._shares_main or self._casts_on_the_way
-        return self.is_unsharded or self.plan.gathers_after_install or not follows_in_gathers
+        if follows_in_gathers and not (self.is_unsharded or self.plan.gathers_after_install):
+            return False  # the next gather will
+        return not self._is_one_memory and self._versions() != self._followed
 
     @property
     def _is_one_memory(self) -> bool:
