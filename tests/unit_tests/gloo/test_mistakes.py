@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import FSDPDistributedIndex, MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp.config import DistributedDataParallelConfig
 from tests.unit_tests.harness.communication import no_collectives
 from tests.unit_tests.harness.mistakes import Mistake, assert_each_raises
 from tests.unit_tests.harness.models import MLPBlock, TinyMLP
@@ -113,13 +114,14 @@ OPTIONS = [
     ({"residency_bytes": "1GB"}, ValueError, r"^residency_bytes \(fsdp_residency_bytes\) is '1GB'; expected bytes"),
     ({"residency_bytes": 1, "fsdp_double_buffer": True}, ValueError, "^residency_bytes .* is 1, .*leave out one of"),
     ({"fsdp_double_buffer": "False"}, ValueError, "^fsdp_double_buffer is 'False'; expected True or False"),
+    ({"maxpool_double_buffer": 2}, ValueError, "^maxpool_double_buffer is 2; expected True or False"),
+    ({"sync_model_each_microbatch": "False"}, ValueError, "^sync_model_each_microbatch is 'False'; expected True or"),
+    ({"preproc_state_dict_for_dcp_ckpt": "no"}, ValueError, "^preproc_state_dict_for_dcp_ckpt is 'no'; expected True"),
+    ({"device": "meta"}, ValueError, "^device is 'meta'; expected one to compute on"),
+    ({"device": "nonsense"}, ValueError, "^device is 'nonsense', which torch does not know; expected cpu or cuda"),
     ({"average_in_collective": None}, ValueError, "^average_in_collective is None; expected True or False"),
     ({"nccl_ub": True}, ValueError, "nccl_ub=True registers memory with NCCL, but the model computes on cpu"),
-    (
-        {"copy_engine_gather": True},
-        ValueError,
-        r"^copy_engine_gather=True \(fsdp_copy.* on cpu; leave it",
-    ),
+    ({"copy_engine_gather": True}, ValueError, r"^copy_engine_gather=True \(fsdp_copy.* on cpu; leave it"),
     ({"copy_engine_gather": True, "zero_dp_strategy": 0}, ValueError, "about gathers, but zero_dp_strategy='no_shard'"),
     ({"copy_engine_gather": True, "nccl_ub": True}, ValueError, "gathers without NCCL, with which nccl_ub=True"),
     ({"fsdp_db_use_persist_buf_on_alloc_fail": True}, ValueError, "on_alloc_fail=True needs fsdp_double_buffer=True"),
@@ -357,7 +359,10 @@ def test_options_of_the_constructor_whose_feature_is_not_there(ranks2):
     assert_each_raises(ranks2, [Mistake(construct_directly, *call)])
 
 
+ONE_ELEMENT = DistributedDataParallelConfig(suggested_communication_unit_size=True)
 CONTRADICTIONS = [
+    ({"report_nan_in_param_grad": "False"}, ValueError, "^report_nan_in_param_grad is 'False'; expected True or False"),
+    ({"ddp_config": ONE_ELEMENT}, ValueError, "^suggested_communication_unit_size is True; expected a positive number"),
     ({"nccl_ub": True}, ValueError, "nccl_ub=True registers memory with NCCL, but"),
     ({"fsdp_db_use_persist_buf_on_alloc_fail": True}, ValueError, "needs fsdp_double_buffer=True"),
     (

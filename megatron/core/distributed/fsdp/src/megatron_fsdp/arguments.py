@@ -13,6 +13,7 @@ from megatron_fsdp.config import (
     DistributedDataParallelConfig,
     EngineConfig,
     MixedPrecisionPolicy,
+    check_switches,
     default_config,
     resolve,
 )
@@ -32,6 +33,18 @@ _ALSO_CONFIGURED = (
     "fsdp_double_buffer",
     "fsdp_db_use_persist_buf_on_alloc_fail",
     "disable_symmetric_registration",
+)
+#: Constructor options that are True or False.
+_SWITCHES = (
+    *_NOT_YET,
+    *_ALSO_CONFIGURED,
+    "disable_bucketing",
+    "calculate_per_token_loss",
+    "init_model_with_meta_device",
+    "sync_model_each_microbatch",
+    "enable_fine_grained_param_gather_hook",
+    "enable_fine_grained_param_gather_backward_hook",
+    "report_nan_in_param_grad",
 )
 #: Either means both: what is gathered by itself in forward is gathered, and reduced, by itself in backward.
 _FINE_GRAINED = ("enable_fine_grained_param_gather_hook", "enable_fine_grained_param_gather_backward_hook")
@@ -59,6 +72,7 @@ def check_arguments(
     Raises:
         ValueError, TypeError, ImportError, NotImplementedError: as `MegatronFSDP`.
     """
+    check_switches({option: options.get(option, False) for option in _SWITCHES})
     for option, reason in _NOT_YET.items():
         if options.get(option):
             raise NotImplementedError(f"{option}={options[option]!r} is not supported yet: {reason}.")
@@ -91,7 +105,15 @@ def check_arguments(
 
 
 def _check_device(config: EngineConfig, device: torch.device | str | None) -> None:
-    kind = torch.device(device).type if device is not None else default_device_type()
+    try:
+        kind = torch.device(device).type if device is not None else default_device_type()
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device is {device!r}, which torch does not know; expected cpu or cuda.") from error
+    if kind not in ("cpu", default_device_type()):
+        raise ValueError(
+            f"device is {device!r}; expected one to compute on, which this machine has: cpu, or cuda where torch sees "
+            "a GPU. Leave it out to take what there is."
+        )
     if config.buffers.is_registered and kind != "cuda":
         raise ValueError(f"nccl_ub=True registers memory with NCCL, but the model computes on {kind}; leave it out.")
     if config.gathers_by_copies and kind != "cuda":

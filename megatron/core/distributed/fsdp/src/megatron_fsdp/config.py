@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
+from collections.abc import Mapping
 
 import torch
 
@@ -294,7 +295,9 @@ def resolve(
         ValueError: an option has no meaning, or two contradict each other.
         NotImplementedError: an option asks for a feature that is not there.
     """
-    _check_switches(config)
+    check_switches(
+        {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.type == "bool"}
+    )
     for name, (off, reason) in _NOT_YET.items():
         if getattr(config, name) != off:
             came = getattr(config, name)
@@ -308,7 +311,7 @@ def resolve(
         )
     for name in ("bucket_size", "suggested_communication_unit_size"):
         numel = getattr(config, name)
-        if numel is not None and not (isinstance(numel, int) and numel > 0):
+        if numel is not None and (isinstance(numel, bool) or not isinstance(numel, int) or numel < 1):
             raise ValueError(f"{name} is {numel!r}; expected a positive number of elements, or None")
     row = RESTING[inner]
     return EngineConfig(
@@ -334,10 +337,15 @@ def resolve(
     )
 
 
-def _check_switches(config: DistributedDataParallelConfig) -> None:
-    for field in dataclasses.fields(DistributedDataParallelConfig):
-        if field.type == "bool" and (came := getattr(config, field.name)) not in (True, False):
-            raise ValueError(f"{field.name} is {came!r}; expected True or False")  # any text would mean True
+def check_switches(given: Mapping[str, object]) -> None:
+    """Checks options that are on or off, by name: any text, "False" too, would mean True.
+
+    Raises:
+        ValueError: one is neither True nor False.
+    """
+    for name, came in given.items():
+        if came not in (True, False):
+            raise ValueError(f"{name} is {came!r}; expected True or False")
 
 
 def _residency_nbytes(config: DistributedDataParallelConfig) -> int | None:

@@ -19,6 +19,7 @@ from megatron_fsdp.config import (
     DistributedDataParallelConfig,
     MixedPrecisionPolicy,
     ShardingStrategy,
+    check_switches,
     strategy_name,
 )
 from megatron_fsdp.machine.device import default_device_type, join_device
@@ -100,6 +101,7 @@ def fully_shard_model(
         NotImplementedError: an option whose feature is not there yet.
     """
     given = dict(locals())
+    check_switches({name: given[name] for name, kind in fully_shard_model.__annotations__.items() if kind == "bool"})
     config = _config_of(given)
     options = {option: given[name] for name, option in _MODEL_OPTIONS.items()}
     # Making a mesh communicates, so whatever can be wrong without one is found first.
