@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import weakref
 from collections.abc import Iterator
 from unittest import mock
 
@@ -175,6 +176,23 @@ def job_moments() -> list:
 
 def test_nothing_is_noted_while_no_report_is_open(ranks1: RankPool) -> None:
     assert ranks1.run(job_moments) == [[0, 0, 0]]
+
+
+def job_kept() -> tuple[bool, str, str]:
+    """Whether a model is there after it was deleted while its report was kept; the report; what a second use says."""
+    model = build()
+    with model.overlap_report() as report:
+        step(model)
+    schedule = weakref.ref(model._schedule)
+    del model
+    with pytest.raises(RuntimeError) as error, report:
+        pass
+    return schedule() is not None, report.short(), str(error.value)
+
+
+def test_figures_that_are_kept_keep_no_model(ranks1: RankPool) -> None:
+    [(is_there, table, message)] = ranks1.run(job_kept)
+    assert not is_there and "layers.* x2" in table and "is gone" in message
 
 
 class FakeGPU(Device):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
+import weakref
 from collections.abc import Iterable
 from types import TracebackType
 
@@ -55,31 +56,38 @@ class OverlapReport:
     collective**: ranks may look at different steps.
 
     Raises:
-        RuntimeError: another report of this model is open; or, on reading, this one is not over.
+        RuntimeError: another report of this model is open, or the model is gone; or, on reading, this one is not over.
     """
 
     def __init__(self, schedule: Schedule):
-        self._schedule = schedule
+        self._seen = weakref.ref(schedule)  # figures that somebody keeps must not keep a model's memory
+        self._schedule: Schedule | None = None
+        """Inside the context."""
         self._rows: tuple[Times, ...] | None = None
         self.peak_memory: PeakMemory | None = None
         """The device's, at the end of the context; None on the CPU."""
 
     def __enter__(self) -> OverlapReport:
-        if self._schedule.watch.is_on:
+        schedule = self._seen()
+        if schedule is None:
+            raise RuntimeError("the model of this overlap report is gone; ask another one for a report.")
+        if schedule.watch.is_on:
             raise RuntimeError("another overlap report of this model is open; end it first.")
         self._rows = None
-        self._schedule.watch.start()
+        self._schedule = schedule
+        schedule.watch.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        schedule, self._schedule = self._schedule, None
         if kind is not None:
-            self._schedule.watch.forget()
+            schedule.watch.forget()
             return
-        spent = self._schedule.watch.stop()
-        self._rows = rows_of(spent, [unit.label for unit in self._schedule.units])
-        self.peak_memory = self._schedule.device.peak_memory()
+        spent = schedule.watch.stop()
+        self._rows = rows_of(spent, [unit.label for unit in schedule.units])
+        self.peak_memory = schedule.device.peak_memory()
 
     @property
     def rows(self) -> tuple[Times, ...]:
