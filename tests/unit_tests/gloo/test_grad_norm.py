@@ -95,5 +95,7 @@ def test_a_norm_that_is_none_is_refused(ranks2):
     message = "norm_type is .*; expected a number above 0, or inf"
     for norm_type in (float("-inf"), 0.0, -1.0, float("nan")):
         ranks2.run_expecting(ValueError, message, clip, 3, 1.0, (norm_type,))
+    for max_norm in (-1.0, float("nan")):
+        ranks2.run_expecting(ValueError, "max_norm is .*; expected a number of 0 or more", clip, 3, max_norm)
     for text, number in ranks2.run(clip, 3, 0.05, ("inf", float("inf"))):
         assert text.norm.equal(number.norm)

@@ -30,9 +30,11 @@ def clip_grad_norm(
     are several, have one more reduction over `tp_group`.
 
     Raises:
-        ValueError: `norm_type` is no number above 0.
+        ValueError: `norm_type` is no number above 0, or `max_norm` none of 0 or more.
     """
     norm_type = float(norm_type)  # as torch's function, which takes "inf" too
+    if not max_norm >= 0:  # NaN would be every gradient, and a negative one would turn them round
+        raise ValueError(f"max_norm is {max_norm}; expected a number of 0 or more; inf clips nothing")
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; expected a number above 0, or inf")
     trained = [(group, param.sharded) for group, param in buffer.trained()]
