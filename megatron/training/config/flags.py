@@ -7,6 +7,7 @@ import argparse
 import ast
 import difflib
 import inspect
+import math
 import sys
 import types
 import typing
@@ -56,6 +57,12 @@ def _whole(value: object) -> object:
     return value if isinstance(value, int) else int(str(value))
 
 
+def _number(value: object) -> float:
+    if math.isnan(number := float(str(value))):  # No comparison would refuse it later.
+        raise ValueError("nan is no number")
+    return number
+
+
 def _path(value: object) -> Path:
     if not str(value):  # A shell's variable that is not set; Path makes the current folder of it.
         raise ValueError("no path is empty")
@@ -67,7 +74,7 @@ NORMALIZE: dict[object, Callable[[object], object]] = {
     OuterShardingStrategy: _number_or_name(typing.get_args(OuterShardingStrategy)),
     DtypeOrAuto: _dtype_name,
     int: _whole,
-    float: lambda value: float(str(value)),
+    float: _number,
     str: str,
     Path: _path,
 }

@@ -20,7 +20,7 @@ POSITIVE = (*REQUIRED[:5], "model.ffn_hidden_size", "model.kv_channels", "model.
             "dist.tensor_model_parallel_size", "dist.expert_model_parallel_size", "model.num_experts",
             "model.moe_ffn_hidden_size", "model.moe_router_topk", "scheduler.lr_decay_iters",
             "scheduler.lr_decay_samples", "scheduler.lr_wsd_decay_iters",
-            "scheduler.lr_wsd_decay_samples")  # fmt: skip
+            "scheduler.lr_wsd_decay_samples", "ddp.suggested_communication_unit_size")  # fmt: skip
 
 NOT_NEGATIVE = ("validation.eval_iters", "data.num_workers", "optimizer.lr", "optimizer.min_lr",
                 "optimizer.weight_decay", "optimizer.clip_grad", "scheduler.lr_warmup_iters",
@@ -51,7 +51,7 @@ def counts_are_in_range(config: RunConfig, setting: Setting) -> Iterator[str]:
     for paths, least in ((POSITIVE, 1), (NOT_NEGATIVE, 0)):
         for path in paths:
             value = value_of(config, path)
-            if value is not None and value < least:
+            if value is not None and not value >= least:
                 yield f"{flag_of(path)} is {value}; it should be at least {least}"
 
 

@@ -170,6 +170,7 @@ def test_flag_sets_its_field(argv: str, path: str, value: object) -> None:
         ("--max_steps 1", "did you mean --train-iters?"),
         ("--batch-size 1", "use --micro-batch-size (of a rank) or --global-batch-size (of a step)"),
         ("--lr fast", "--lr: expected a number, not 'fast'"),
+        ("--weight-decay nan", "--weight-decay: expected a number, not 'nan'"),
         ("--lr", "--lr: expected a value"),
         ("--lr --bf16", "--lr: expected a value"),
         ("--data-path --bf16", "--data-path: expected a value"),

@@ -72,6 +72,7 @@ COPIES = "copies_have_gathers_to_make"
 CASES = [
     ("required_fields_are_given", "", "--num-layers is missing"),
     ("counts_are_in_range", "--num-layers 0", "--num-layers is 0; it should be at least 1"),
+    ("counts_are_in_range", "--suggested-communication-unit-size 0", "unit-size is 0; it should be at least 1"),
     ("counts_are_in_range", "--eval-iters -1", "--eval-iters is -1; it should be at least 0"),
     ("attention_divides", "--hidden-size 10 --num-attention-heads 4", "is not divisible by --num-attention-heads 4"),
     (

@@ -149,6 +149,7 @@ def test_yaml_sets_a_field(written, text: str, path: str | None, value: object) 
             "unknown key 'grad_reduce_in_bf16', known to Megatron-LM, not supported here yet; use --megatron-fsdp-grad",
         ),
         ("lr: fast", "run.yaml:1:1: lr: expected a number, not 'fast'"),
+        ("clip_grad: .nan", "run.yaml:1:1: clip_grad: expected a number, not nan"),
         ("num_layers: 1.5", "expected a whole number, not 1.5"),
         ("num_layers: true", "expected a whole number, not True"),
         ("bf16: 1", "bf16: expected true or false, not 1"),
