@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_fsdp.mcore.parallel_layout import is_expert_parameter, modes_of, partition_dim, tensor_parallel_mode
+from megatron_fsdp.state.tensor_parallel import split_dim
 
 
 def module_named(name: str, **attributes: object) -> torch.nn.Module:
@@ -42,10 +43,17 @@ def test_the_class_name_tells(class_name: str, leaf: str, mode: str | None, dim:
     assert partition_dim(param, mode) == dim
 
 
-@pytest.mark.parametrize(("dim", "mode"), [(0, "column"), (1, "row"), (-1, None)])
+@pytest.mark.parametrize(("dim", "mode"), [(0, "column"), (1, "row"), (2, None)])
 def test_megatron_cores_tags_tell_for_unknown_classes(dim: int, mode: str | None) -> None:
     param = tagged(tensor_model_parallel=True, partition_dim=dim)
     assert tensor_parallel_mode(module_named("Custom"), "weight", param) == mode
+
+
+@pytest.mark.parametrize("tags", [{}, {"partition_dim": -1}], ids=["no dim", "its default"])
+def test_tags_without_a_dim_mean_the_first_as_on_what_mamba_layers_have_of_each_head(tags: dict[str, int]) -> None:
+    param = tagged(tensor_model_parallel=True, **tags)
+    assert tensor_parallel_mode(module_named("ExtendedRMSNorm"), "weight", param) == "column"
+    assert partition_dim(param, "column") == partition_dim(param, None) == split_dim(param) == 0
 
 
 def test_tags_count_only_on_split_parameters() -> None:

@@ -5,6 +5,8 @@ from typing import Literal
 
 import torch
 
+from megatron_fsdp.state.tensor_parallel import tagged_dim
+
 TensorParallelMode = Literal["column", "row", "replicated"]
 
 #: The dim that each mode splits over the tensor-parallel ranks.
@@ -51,9 +53,7 @@ def tensor_parallel_mode(module: torch.nn.Module, leaf: str, param: torch.Tensor
     if mode is not None:
         is_replicated = any(leaf.startswith(prefix) for prefix in _REPLICATED_LEAVES.get(class_name, ()))
         return "replicated" if is_replicated else mode
-    tagged = (
-        _mode_by_dim(getattr(param, "partition_dim", -1)) if getattr(param, "tensor_model_parallel", False) else None
-    )
+    tagged = _mode_by_dim(tagged_dim(param))
     if tagged is not None:
         return tagged
     if "Norm" in class_name:
@@ -64,11 +64,7 @@ def tensor_parallel_mode(module: torch.nn.Module, leaf: str, param: torch.Tensor
 
 def partition_dim(param: torch.Tensor, mode: TensorParallelMode | None) -> int | None:
     """The dim of `param` that is split over tensor-parallel ranks; None if it is whole everywhere."""
-    if mode is not None:
-        return PARTITION_DIM[mode]
-    if getattr(param, "tensor_model_parallel", False) and getattr(param, "partition_dim", -1) >= 0:
-        return param.partition_dim
-    return None
+    return tagged_dim(param) if mode is None else PARTITION_DIM[mode]
 
 
 def is_expert_parameter(param: torch.Tensor) -> bool:
@@ -93,5 +89,5 @@ def tag_modes(model: torch.nn.Module) -> None:
             param._tensor_parallel_mode = mode
 
 
-def _mode_by_dim(dim: int) -> TensorParallelMode | None:
+def _mode_by_dim(dim: int | None) -> TensorParallelMode | None:
     return {0: "column", 1: "row"}.get(dim)

@@ -107,5 +107,12 @@ def split_dim(param: torch.Tensor) -> int | None:
     mode = getattr(param, "_tensor_parallel_mode", None)
     if mode in _DIM_BY_MODE:
         return _DIM_BY_MODE[mode]
-    dim = getattr(param, "partition_dim", -1) if getattr(param, "tensor_model_parallel", False) else -1
-    return dim if dim >= 0 else None
+    return tagged_dim(param)
+
+
+def tagged_dim(param: torch.Tensor) -> int | None:
+    """The dim that megatron-core's tags say ranks split: the first where they name none; None if they say nothing.
+
+    Its state-space and linear-attention layers tag convolutions, norms and what they have of each head without a dim.
+    """
+    return max(getattr(param, "partition_dim", 0), 0) if getattr(param, "tensor_model_parallel", False) else None
