@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_fsdp.mcore.stored_names import canonical, without_expert
+from megatron_fsdp.mcore.stored_names import canonical, part_name, without_expert
 
 MODEL = "model.module."
 STATE = "optimizer.state."
@@ -46,7 +46,8 @@ class Stored:
         if not (name.startswith(STATE) and name.endswith(".step")):
             return None
         parameter = name.removeprefix(STATE).removesuffix(".step")
-        names = (parameter, parameter[:-2] if parameter[-2:] in ("_w", "_v") else parameter)
+        part = part_name(parameter)
+        names = (parameter, part.whole) if part else (parameter,)
         return next((found for each in names if (found := self.find(f"{GROUP}{each}.step"))), None)
 
     def shape(self, name: str) -> torch.Size | None:

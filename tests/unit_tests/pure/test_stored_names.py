@@ -3,11 +3,13 @@
 import pytest
 
 from megatron_fsdp.mcore.stored_names import (
+    Part,
     Piece,
     Surroundings,
     canonical,
     expert_number,
-    joined_name,
+    in_order,
+    part_name,
     shift_expert,
     stored_name,
     stored_pieces,
@@ -36,7 +38,8 @@ def test_gated_weights_are_two(name):
     assert stored_pieces(name, 10, GATED, unsplit=True) == [Piece(name, 0, 10)]
     assert stored_pieces(name, 10, Surroundings(is_gated=False)) == [Piece(name, 0, 10)]
     assert stored_name(name, GATED) == name
-    assert [joined_name(f"{name}{end}") for end in ("_w", "_v", "")] == [(name, 0), (name, 1), None]
+    assert [part_name(f"{name}{end}") for end in ("_w", "_v", "")] == [(name, "_w"), (name, "_v"), None]
+    assert in_order(name, {"_v", "_w"}) == ("_w", "_v") and in_order(name, {"_v"}) is None
 
 
 @pytest.mark.parametrize(
@@ -44,7 +47,7 @@ def test_gated_weights_are_two(name):
 )
 def test_other_weights_are_one(name):
     assert stored_pieces(LAYER + name, 10, GATED) == [Piece(LAYER + name, 0, 10)]
-    assert joined_name(f"{LAYER}{name}_w") is None
+    assert part_name(f"{LAYER}{name}_w") is None
 
 
 @pytest.mark.parametrize(
@@ -83,6 +86,36 @@ def test_fused_latent_attention_is_stored_as_its_parts():
     norm = stored_pieces(fused + "layer_norm_weight", 8, around)
     assert norm == [Piece(LAYER + "input_layernorm.weight", 0, 8)]
     assert stored_pieces(fused + "weight", 8, around, unsplit=True) == [Piece(fused + "weight", 0, 8)]
+
+
+def test_what_a_layer_fuses_is_stored_as_its_parts():
+    name = "mtp.layers.0.mtp_model_layer.mixer.conv1d.bias"
+    around = Surroundings(parts=(Part("x", 6), Part("B", 2), Part("C", 2)))
+    stored = "mtp.layers.0.transformer_layer.mixer.conv1d.bias"
+    assert stored_pieces(name, 10, around) == [
+        Piece(f"{stored}.x", 0, 6),
+        Piece(f"{stored}.B", 6, 2),
+        Piece(f"{stored}.C", 8, 2),
+    ]
+    assert stored_pieces(name, 10, around, unsplit=True) == [Piece(stored, 0, 10)]
+    assert stored_name(name, around) == stored
+
+
+@pytest.mark.parametrize(
+    ("whole", "ends"),
+    [
+        ("self_attention.in_proj.weight", [".query", ".key", ".value", ".z", ".beta", ".alpha"]),
+        ("self_attention.conv1d.bias", [".query", ".key", ".value"]),
+        ("mixer.in_proj.weight", [".z", ".x", ".B", ".C", ".dt"]),
+        ("mixer.conv1d.weight", [".x", ".B", ".C"]),
+    ],
+)
+def test_parts_are_recognized_and_put_in_order(whole, ends):
+    whole = LAYER + whole
+    assert [part_name(whole + end) for end in ends] == [(whole, end) for end in ends]
+    assert in_order(whole, ends[::-1]) == tuple(ends)
+    assert in_order(whole, ends[:-1]) is None and in_order(whole, [*ends, ".other"]) is None
+    assert part_name(f"{whole}.other") is part_name(whole) is part_name(f"{LAYER}other.weight{ends[0]}") is None
 
 
 def test_multi_token_prediction_has_one_name():

@@ -125,6 +125,39 @@ def test_megatron_lm_finds_its_names(folder, tmp_path):
     assert TOOL.main(["diff", str(folder), str(tmp_path / "theirs"), "--only", "optimizer."]) == 0
 
 
+def test_fused_weights_are_whole_in_one_file_and_for_megatron_lm(tmp_path):
+    """For Megatron-LM, which does not take them apart, as its tensor-parallel ranks have them."""
+    name, ends = "decoder.layers.0.mixer.in_proj.weight", {"z": 4, "x": 4, "B": 2, "C": 2, "dt": 2}
+    conv = "decoder.layers.1.self_attention.conv1d.bias"
+    parts = {f"{name}.{end}": torch.randn(rows, 3) for end, rows in ends.items()}
+    parts |= {f"{conv}.{end}": torch.randn(2) for end in ("value", "query", "key")}
+    ours = {
+        **{f"model.module.{part}": value for part, value in parts.items()},
+        **{f"optimizer.state.{part}.exp_avg": 2 * value for part, value in parts.items()},
+        **{f"optimizer.state.{part}.step": torch.tensor(7.0) for part in parts},
+        f"optimizer.param_to_group_meta.{name}.lr": 0.5,
+        "args": argparse.Namespace(tensor_model_parallel_size=2),
+    }
+    names = [tmp_path / "ours", tmp_path / "one.pt", tmp_path / "back", tmp_path / "theirs"]
+    write_folder({**ours, "iteration": 3}, names[0])
+    for source, target, form in ((0, 1, "torch"), (1, 2, "fsdp_dtensor"), (1, 3, "megatron-lm")):
+        assert TOOL.main(["convert", str(names[source]), str(names[target]), "--to", form]) == 0
+    plain = torch.load(names[1], weights_only=True)
+    whole = torch.cat([parts[f"{name}.{end}"] for end in ends])
+    assert plain["model"].keys() == {name, conv} and plain["model"][name].equal(whole)
+    assert plain["model"][conv].equal(torch.cat([parts[f"{conv}.{end}"] for end in ("query", "key", "value")]))
+    assert same(values(names[2]), values(names[0]))
+    theirs = values(names[3])
+    by_rank = torch.cat([parts[f"{name}.{end}"].chunk(2)[rank] for rank in (0, 1) for end in ends])
+    state = f"optimizer.state.module.module.{name}"
+    assert theirs[f"model.module.{name}"].equal(by_rank) and theirs[f"{state}.exp_avg"].equal(2 * by_rank)
+    assert theirs[f"{state}.step"] == 7 and not any(part in key for key in theirs for part in parts)
+    assert theirs[f"optimizer.param_to_group_meta.module.module.{name}.lr"] == 0.5
+    del ours[f"model.module.{name}.C"]
+    write_folder({**ours, "iteration": 3}, tmp_path / "lacking")
+    assert TOOL.main(["convert", str(tmp_path / "lacking"), str(tmp_path / "new.pt"), "--to", "torch"]) == 2
+
+
 def test_a_bare_state_dict_becomes_a_checkpoint_of_weights(tmp_path):
     weights = {FC1: torch.randn(6, 4), "norm": torch.ones(4)}
     torch.save(weights, tmp_path / "bare.pt")

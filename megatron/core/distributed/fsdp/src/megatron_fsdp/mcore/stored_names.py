@@ -6,7 +6,7 @@ that are stored instead of it. `unsplit` leaves out those that cut, as older che
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +19,13 @@ class Piece(NamedTuple):
     count: int
 
 
+class Part(NamedTuple):
+    """Rows of a fused parameter that mean one thing."""
+
+    name: str
+    rows: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
     """What the rules must know of the model around one parameter."""
@@ -29,6 +36,8 @@ class Surroundings:
     """The global number of this rank's first expert."""
     query_latent_rows: int | None = None
     """Of multi-latent attention, the rows of the fused down-projection that make queries."""
+    parts: tuple[Part, ...] = ()
+    """What makes up a fused projection or convolution of linear attention or a state-space layer, in this order."""
     renames_mtp: bool = True
     """Layers of multi-token prediction are called as Megatron-LM stores them."""
 
@@ -43,6 +52,17 @@ _EXPERT = re.compile(
     r"(?P<head>(?:^|\.)mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(?P<number>\d+)(?P<tail>(?:\.|_[wv])?)"
 )
 _FUSED_LATENT = re.compile(r"(?P<layer>(?:^|.*\.))self_attention\.linear_qkv_down_proj\.(?P<leaf>\w+)$")
+DELTA_NET = {
+    "in_proj": ("query", "key", "value", "z", "beta", "alpha"),
+    "conv1d": ("query", "key", "value"),
+}
+MAMBA = {"in_proj": ("z", "x", "B", "C", "dt"), "conv1d": ("x", "B", "C")}
+"""What gated delta-net and Mamba layers fuse, in the order of rows, as megatron-core calls it."""
+GATED_ENDS = ("_w", "_v")
+"""What is added to the name of a gated weight for each of its halves."""
+_ENDS = {child: tuple(tuple(f".{part}" for part in kind[child]) for kind in (DELTA_NET, MAMBA)) for child in DELTA_NET}
+"""All that is added to a name below such a child for its parts, in the order of rows, by kind of layer."""
+_PART = re.compile(r"(?P<whole>(?:^|.*\.)(?P<child>in_proj|conv1d)\.(?:weight|bias))(?P<end>\.\w+)$")
 _MTP = re.compile(r"((?:^|\.)mtp\.layers\.\d+\.)mtp_model_layer\.")
 
 
@@ -70,6 +90,17 @@ def split_fused_latent(piece: Piece, around: Surroundings) -> Iterator[Piece]:
         yield Piece(f"{attention}linear_kv_down_proj.{leaf}", piece.first + rows, piece.count - rows)
 
 
+def split_parts(piece: Piece, around: Surroundings) -> Iterator[Piece]:
+    """Each part of a fused projection or convolution by itself, as ranks cut it."""
+    if not around.parts:
+        yield piece
+        return
+    first = piece.first
+    for part in around.parts:
+        yield Piece(f"{piece.name}.{part.name}", first, part.rows)
+        first += part.rows
+
+
 def number_experts(piece: Piece, around: Surroundings) -> Iterator[Piece]:
     """Experts by their number in the model, not on the rank."""
     yield piece._replace(name=shift_expert(piece.name, around.first_expert))
@@ -80,7 +111,7 @@ def name_mtp(piece: Piece, around: Surroundings) -> Iterator[Piece]:
     yield piece._replace(name=_MTP.sub(r"\1transformer_layer.", piece.name)) if around.renames_mtp else piece
 
 
-CUTTING: tuple[Handler, ...] = (split_gated, split_fused_latent)
+CUTTING: tuple[Handler, ...] = (split_gated, split_fused_latent, split_parts)
 RENAMING: tuple[Handler, ...] = (number_experts, name_mtp)
 
 
@@ -120,8 +151,27 @@ def canonical(name: str) -> str:
     return _MTP.sub(r"\1transformer_layer.", name)
 
 
-def joined_name(name: str) -> tuple[str, int] | None:
-    """For `<weight>_w` and `<weight>_v` of a gated layer: (weight, 0 or 1); None for any other name."""
-    if name[-2:] not in ("_w", "_v") or not _GATED.search(name[:-2]):
+class PartName(NamedTuple):
+    """The name of one part of a parameter: that of the parameter, and what is added to it."""
+
+    whole: str
+    end: str
+
+
+def part_name(name: str) -> PartName | None:
+    """A stored name as that of a part of a gated weight, or of what delta-net and Mamba layers fuse; None for others.
+
+    The fused projection of latent attention is not among them: its parts have names of their own.
+    """
+    if name.endswith(GATED_ENDS) and _GATED.search(name[:-2]):
+        return PartName(name[:-2], name[-2:])
+    found = _PART.match(name)
+    if found is None or not any(found["end"] in ends for ends in _ENDS[found["child"]]):
         return None
-    return name[:-2], "wv".index(name[-1])
+    return PartName(found["whole"], found["end"])
+
+
+def in_order(whole: str, ends: Collection[str]) -> tuple[str, ...] | None:
+    """The ends of the names of all parts of `whole` in the order of its rows; None if some are missing."""
+    known = _ENDS.get(whole.split(".")[-2], (GATED_ENDS,))
+    return next((each for each in known if set(each) == set(ends)), None)

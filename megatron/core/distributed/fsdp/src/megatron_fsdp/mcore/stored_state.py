@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from megatron_fsdp.dtensor import ShardSpec
+from megatron_fsdp.mcore.fused_parts import fused_parts
+from megatron_fsdp.mcore.parallel_layout import partition_dim
 from megatron_fsdp.mcore.stored_names import Piece, Surroundings, stored_name, stored_pieces
 from megatron_fsdp.mcore.unwrap import unwrap_model
 
@@ -31,18 +33,26 @@ class StoredState:
         model: the sharded model.
         is_stored: tells whether a checkpoint that is about to be read has this weight, named without wrappers; what it
             has only in one piece is then read so. None: everything is named as it is written.
+
+    Raises:
+        ValueError: a layer says that a parameter, which it fuses, has other rows than it has.
     """
 
     def __init__(self, model: nn.Module, is_stored: Callable[[str], bool] | None = None):
         inner = unwrap_model(model)
         surroundings = _Finder(inner)
         self._entries: dict[str, _Entry] = {}
+        self.tied_to_ranks: list[str] = []
+        """What is split over tensor-parallel ranks and read in one piece, which fits only as many as wrote it."""
         for name, param in inner.named_parameters(remove_duplicate=False):
             spec, around = param.megatron_fsdp_spec, surroundings(name)
+            _check_parts(name, spec.part_rows, around)
             pieces = stored_pieces(name, spec.part_rows, around)
             if is_stored is not None and not all(is_stored(piece.name) for piece in pieces):
                 whole = stored_pieces(name, spec.part_rows, around, unsplit=True)
-                pieces = whole if is_stored(whole[0].name) else pieces
+                if is_stored(whole[0].name):
+                    pieces = whole
+                    self.tied_to_ranks += [name] if _is_split(param) else []
             self._entries[name] = _Entry(spec=spec, group_name=stored_name(name, around), pieces=tuple(pieces))
 
     def model(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,10 +103,25 @@ def _parts(entry: _Entry, value: Any, prefix: str = "") -> Iterator[tuple[str, A
         yield prefix + piece.name, entry.spec.rows_of_parts(value, piece.first, piece.count) if is_cut else value
 
 
+def _check_parts(name: str, rows: int, around: Surroundings) -> None:
+    expected = sum(part.rows for part in around.parts)
+    if around.parts and expected != rows:
+        raise ValueError(
+            f"{name} has {rows} rows on each tensor-parallel rank, but its layer fuses {expected}: "
+            f"{', '.join(f'{part.rows} of {part.name}' for part in around.parts)}. Derive a layer that fuses something "
+            "else than megatron-core's from another class than megatron-core's."
+        )
+
+
+def _is_split(param: nn.Parameter) -> bool:
+    return partition_dim(param, getattr(param, "_tensor_parallel_mode", None)) is not None
+
+
 class _Finder:
     """Finds what is around a parameter: the configuration of the nearest module above it that has one."""
 
     def __init__(self, model: nn.Module):
+        self._parts = dict(fused_parts(model))
         self._configs, self._first_experts = {}, {}
         for name, module in model.named_modules():
             if hasattr(module, "config"):
@@ -111,6 +136,7 @@ class _Finder:
             is_gated=getattr(config, "gated_linear_unit", True),
             first_expert=_nearest(self._first_experts, name) or 0,
             query_latent_rows=query_rows,
+            parts=self._parts.get(name, ()),
             renames_mtp=not getattr(config, "mtp_layer_pattern", None),
         )
 
