@@ -139,6 +139,7 @@ def _read(run: Run, folder: Path, parts: Parts) -> None:
     leaves = with_saved_rows(flattened(values), names, run.job.tokenizer.vocab_size)
     _check_names(run, folder, compare(leaves, names), parts)
     _check_model(run, folder, saved, parts)
+    _check_ranks(run, folder, saved, stored.tied_to_ranks)
     values = with_leaves(values, _read_leaves(run, folder, saved, names, leaves))
     run.model.load_state_dict(run.model.state_dict(), strict=False)  # Read in place; compute weights follow.
     if parts.optimizer:
@@ -243,6 +244,33 @@ def _check_model(run: Run, folder: Path, saved: Metadata, parts: Parts) -> None:
             "or --no-strict-fsdp-dtensor-load to go on as this model"
         )
     logger.warning("%s was trained as another model: %s", folder, found, extra=ON_EVERY_RANK)
+
+
+def _check_ranks(run: Run, folder: Path, saved: Metadata, tied: list[str]) -> None:
+    """Raises on every rank if weights in one piece are of another number of tensor-parallel ranks. **Collective.**"""
+    if not any_rank(bool(tied), run.world.device):
+        return
+
+    def find() -> int | None:
+        try:
+            return read_arguments(folder, saved).get("tensor_model_parallel_size")
+        except ValueError as error:
+            raise ValueError(damaged(folder, str(error))) from error
+
+    size, own = on_first_rank(find, run.world.device), run.config.dist.tensor_model_parallel_size
+    names = f"{', '.join(tied[:3]) or 'experts'}{' and others' if len(tied) > 3 else ''} in one piece"
+    if size is None:
+        logger.warning(
+            "%s has %s and does not say for which --tensor-model-parallel-size; %d, as here, is taken for it",
+            folder,
+            names,
+            own,
+        )
+    elif size != own:
+        raise ValueError(
+            f"{folder} has {names}, with rows in the order of --tensor-model-parallel-size {size}, not {own}; load it "
+            f"with {size} and save it, which makes parts of it that fit any"
+        )
 
 
 def _read_leaves(run: Run, folder: Path, saved: Metadata, names: Stored, leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Checkpoints under other names, in other pieces or of another padding go on as the run that wrote them."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -78,6 +79,26 @@ def test_what_others_wrote_is_resumed(mcore_ranks1, saved, tmp_path, form, flags
         assert torch.equal(resumed.weights[name], value), name
     for name, value in whole.optimizer.items():
         assert torch.equal(resumed.optimizer[name], value), name
+
+
+def test_what_is_in_one_piece_loads_at_its_own_tensor_parallel_size_only(mcore_ranks2, saved, tmp_path):
+    """Rows are in the order of the ranks that wrote them."""
+    source = open_source(saved[1])
+    write_folder({**older(source), "args": source["args"], "iteration": 2}, tmp_path / "older")
+    message = "linear_fc1.weight in one piece, with rows in the order of --tensor-model-parallel-size 1, not 2"
+    flags = f"--load {tmp_path / 'older'} --tensor-model-parallel-size 2 --padded-vocab-size 128"
+    mcore_ranks2.run_expecting(ValueError, message, run_all, flags)
+    write_folder({**older(source), "iteration": 2}, tmp_path / "unknown")
+    for warnings in mcore_ranks2.run(warned, flags.replace("older", "unknown") + " --no-load-rng"):
+        assert sum("does not say for which --tensor-model-parallel-size; 2, as here" in each for each in warnings) == 1
+
+
+def warned(flags: str) -> list[str]:
+    from megatron.training.checkpoint import load
+
+    with mock.patch.object(load, "logger") as log:
+        train(RUN + flags)
+    return [call.args[0] % call.args[1:] for call in log.warning.call_args_list]
 
 
 def test_a_value_in_the_place_of_a_tensor_is_told(mcore_ranks1, saved, tmp_path):
