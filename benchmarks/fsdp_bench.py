@@ -225,6 +225,8 @@ def parser():
 
 def main():
     args = parser().parse_args()
+    if args.steps <= args.warmup or min(args.mbs, args.seq, args.accum) < 1:
+        raise SystemExit(f"error: --steps {args.steps} should be above --warmup {args.warmup}; --mbs, --seq, --accum at least 1")
     rank = int(os.environ["RANK"])
     local = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(local)

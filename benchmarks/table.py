@@ -11,6 +11,7 @@ package megatron-fsdp in a folder of its own, since it has our import name: --pe
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -50,6 +51,29 @@ ENGINES = {
 }
 
 
+#: What torchrun, told to end, takes at most to end its ranks, and more.
+GRACE_S = 45.0
+
+
+def run(command: Sequence[str], environment: dict[str, str], timeout_s: float) -> tuple[str, str]:
+    """What a launcher and its ranks print: output, errors.
+
+    Raises:
+        subprocess.TimeoutExpired: they took longer, and have been ended.
+    """
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as launcher:
+        try:
+            return launcher.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            launcher.terminate()  # torchrun ends its ranks then; if it is killed they stay on the GPUs
+            try:
+                launcher.communicate(timeout=GRACE_S)
+            except subprocess.TimeoutExpired:
+                launcher.kill()
+            raise
+
+
 def measure(row: str, engine: str, given: argparse.Namespace) -> dict[str, Any]:
     """One engine's result in one row; its error, if it has none."""
     arguments = [*ENGINES[engine], *ROWS[row], "--steps", str(given.steps)]
@@ -57,16 +81,13 @@ def measure(row: str, engine: str, given: argparse.Namespace) -> dict[str, Any]:
     # The peer has our import name and refuses to be where megatron-core is: it gets its own folder and nothing else.
     paths = [given.peer_path] if engine == "mfsdp" else [str(ENGINE_SOURCE), os.environ.get("PYTHONPATH")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    start = time.monotonic()
+    start, limit_s = time.monotonic(), given.timeout_s
     try:
-        run = subprocess.run(
-            [sys.executable, *command, str(HERE / "fsdp_bench.py"), *arguments],
-            capture_output=True, text=True, timeout=given.timeout_s, env=environment, check=False,
-        )  # fmt: skip
-        lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
-        result = json.loads(lines[-1].removeprefix("RESULT ")) if lines else {"error": run.stderr[-2000:]}
+        output, errors = run([sys.executable, *command, str(HERE / "fsdp_bench.py"), *arguments], environment, limit_s)
+        lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
+        result = json.loads(lines[-1].removeprefix("RESULT ")) if lines else {"error": errors[-4000:]}
     except subprocess.TimeoutExpired:
-        result = {"error": f"no result within {given.timeout_s} s"}
+        result = {"error": f"no result within {limit_s} s"}
     shown = " ".join(("torchrun", *command[2:], "benchmarks/fsdp_bench.py", *arguments))
     return {"command": shown, "wall_s": round(time.monotonic() - start, 1), **result}
 
@@ -82,6 +103,13 @@ def machine() -> dict[str, Any]:
         "commit": os.environ.get("COMMIT") or commit.stdout.strip(),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def reason(error: str) -> str:
+    """The line of an error's text that says most; torchrun puts its own below that of Python."""
+    lines = [line.strip() for line in error.splitlines() if re.search(r"\w", line)]
+    telling = [line for line in lines if re.match(r"(\[rank\d+\]: *)?[\w.]*(Error|Exception)\b", line)]
+    return (telling or lines or ["nothing was said"])[-1][:80].replace("|", "/")
 
 
 def table(folder: Path) -> str:
@@ -100,7 +128,7 @@ def table(folder: Path) -> str:
     for (row, gpus), results in sorted(latest.items()):
         for engine, result in results.items():
             if "error" in result:
-                why = result["error"].strip().splitlines()[-1][:80]
+                why = reason(result["error"])
                 lines.append(f"| {row} | {gpus} | {engine} | failed: {why} | | | | {result['call']} |")
                 continue
             lines.append(
@@ -123,9 +151,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--show", type=Path, help="print the table of this folder and measure nothing")
     given = parser.parse_args(arguments)
+    if given.show and not any(given.show.glob("*.json")):
+        parser.error(f"--show {given.show}: no results (*.json) are there")
     if given.show:
         sys.stdout.write(table(given.show) + "\n")
         return
+    peer = Path(given.peer_path).resolve()
+    is_peer = bool(given.peer_path) and (peer / "megatron_fsdp").is_dir() and peer != ENGINE_SOURCE
+    if "mfsdp" in given.engines and not is_peer:  # an installed engine of ours would be measured under its name
+        parser.error(f"mfsdp needs --peer-path FOLDER, which holds its package megatron_fsdp; came {given.peer_path!r}")
     given.out.mkdir(parents=True, exist_ok=True)
     for row in given.rows:
         results: dict[str, Any] = {}

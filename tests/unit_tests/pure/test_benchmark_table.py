@@ -3,6 +3,9 @@
 import argparse
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,13 +53,61 @@ def test_an_engine_that_gives_no_result_is_an_error_in_its_row(table, tmp_path, 
 def test_the_peer_sees_its_own_folder_only(table, monkeypatch):
     seen = {}
 
-    def run(command, *, env, **_):
-        seen[command[command.index("--engine") + 1]] = env["PYTHONPATH"]
-        return argparse.Namespace(stdout="", stderr="nothing ran")
+    def run(command, environment, timeout_s):
+        seen[command[command.index("--engine") + 1]] = environment["PYTHONPATH"]
+        return "", "nothing ran"
 
-    monkeypatch.setattr(table.subprocess, "run", run)
+    monkeypatch.setattr(table, "run", run)
     monkeypatch.setenv("PYTHONPATH", "/others")
     given = argparse.Namespace(steps=1, gpus=1, timeout_s=60.0, peer_path="/peer")
     for engine in ("mfsdp", "ours"):
         table.measure("1b-bf16", engine, given)
     assert seen == {"mfsdp": "/peer", "ours": f"{table.ENGINE_SOURCE}:/others"}
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        ("", "nothing was said"),
+        ("a\n[rank1]: torch.OutOfMemoryError: 3 | 4\nRoot Cause:\n=====\n", "[rank1]: torch.OutOfMemoryError: 3 / 4"),
+        ("Root Cause:\n traceback : Signal 9 (SIGKILL)\n=====\n", "traceback : Signal 9 (SIGKILL)"),
+    ],
+)
+def test_an_error_is_one_cell_that_says_why(table, tmp_path, error, shown):
+    write(tmp_path, "20260101-000000-8b-bf16-4gpus.json", ours={"error": error})
+    assert table.table(tmp_path).splitlines()[-1] == f"| 8b-bf16 | 4 | ours | failed: {shown} | | | | 01-01 00:00 |"
+
+
+def test_ranks_that_take_too_long_are_ended(table, tmp_path):
+    """They stayed on the GPUs, beside the engine that was measured next."""
+    rank = tmp_path / "rank.py"
+    rank.write_text(f"import os, pathlib, time\npathlib.Path({str(tmp_path)!r}, 'pid').write_text(str(os.getpid()))\n"
+                    "time.sleep(60)")  # fmt: skip
+    launcher = f"""
+import signal, subprocess, sys
+rank = subprocess.Popen([sys.executable, {str(rank)!r}], start_new_session=True)
+signal.signal(signal.SIGTERM, lambda *_: rank.kill())
+rank.wait()
+"""
+    with pytest.raises(subprocess.TimeoutExpired):
+        table.run([sys.executable, "-c", launcher], dict(os.environ), 2.0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engines", "ours", "mfsdp"], "mfsdp needs --peer-path FOLDER"),
+        (
+            ["--engines", "mfsdp", "--peer-path", str(FILE.parents[1] / "megatron/core/distributed/fsdp/src")],
+            "mfsdp nee",
+        ),
+        (["--show", "no/such/folder"], "no results"),
+    ],
+)
+def test_what_would_measure_something_else_or_show_nothing_is_refused(table, tmp_path, capsys, arguments, message):
+    """The installed engine, ours, was measured and called mfsdp."""
+    with pytest.raises(SystemExit):
+        table.main([*arguments, "--out", str(tmp_path / "out")])
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
