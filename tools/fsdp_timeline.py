@@ -3,8 +3,9 @@
     python tools/fsdp_timeline.py trace.json.gz --svg step.svg
 
 Lanes: compute (kernels on streams without collectives, and on the one with most other work), gather and reduce (NCCL's
-kernels by name, and what else runs on their streams), outer (the same on further streams: the outer axis and other
-groups), in line (NCCL's kernels on the compute stream itself), copies (between host and device, and on the device).
+kernels by name, gathers by copy engines, and what else runs on their streams), outer (the same on further streams: the
+outer axis and other groups), in line (NCCL's kernels on the compute stream itself), copies (between host and device,
+and on the device).
 """
 
 import argparse
@@ -13,6 +14,7 @@ import gzip
 import json
 import re
 import sys
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -24,8 +26,10 @@ COLORS = {
     "compute": "#4c78a8", "gather": "#f58518", "reduce": "#e45756", "outer": "#b279a2", "in line": "#9d755d",
     "copies": "#72b7b2",
 }  # fmt: skip
-GATHERS = re.compile(r"nccl.*AllGather", re.IGNORECASE)
+#: With copy engines a gather is copies on a stream of their own, after a barrier of torch's symmetric memory.
+GATHERS = re.compile(r"nccl.*AllGather|\bbarrier_kernel\b", re.IGNORECASE)
 REDUCES = re.compile(r"nccl.*Reduce", re.IGNORECASE)
+ON_THE_DEVICE = re.compile(r"Memcpy (DtoD|PtoP)", re.IGNORECASE)
 STEP = re.compile(r"ProfilerStep#(\d+)")
 
 Intervals = list[tuple[float, float]]
@@ -47,7 +51,7 @@ class Work:
 
     @property
     def kind(self) -> str | None:
-        """What NCCL does in it, by name; None: it is no collective of NCCL."""
+        """What is communicated in it, by name; None: nothing."""
         if GATHERS.search(self.name):
             return "gather"
         if REDUCES.search(self.name):
@@ -99,12 +103,19 @@ def read_events(path: Path) -> list[dict]:
     try:
         raw = path.read_bytes()
         data = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise TraceError(f"{path} cannot be read as a chrome trace: {error}") from error
     events = data.get("traceEvents") if isinstance(data, dict) else data
     if not isinstance(events, list):
         raise TraceError(f'{path} has no "traceEvents"; write it with torch.profiler\'s export_chrome_trace().')
-    return [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
+    found = [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
+    for event in found:
+        is_whole = isinstance(event.get("name"), str) and isinstance(event.get("args", {}), dict)
+        if not (
+            is_whole and all(isinstance(event.get(key, 0), (int, float)) for key in ("ts", "dur")) and "ts" in event
+        ):
+            raise TraceError(f"{path} has an event without name, time or arguments: {str(event)[:200]}")
+    return found
 
 
 def gpu_work(events: Iterable[dict]) -> list[Work]:
@@ -137,7 +148,7 @@ def steps_of(events: Iterable[dict]) -> dict[int, tuple[float, float]]:
     for event in events:
         match = STEP.fullmatch(str(event.get("name")))
         if match and event.get("cat") in spans:
-            start, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+            start, end = float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0))
             of_kind = spans[event["cat"]]
             before = of_kind.get(int(match[1]), (start, end))
             of_kind[int(match[1])] = (min(before[0], start), max(before[1], end))
@@ -188,7 +199,9 @@ def cut(works: Iterable[Work], lanes: dict[int, str], name: str, span: tuple[flo
     for work in works:
         if work.end <= start or work.start >= end:
             continue
-        lane = "copies" if work.is_copy else lanes[work.stream]
+        lane = lanes.get(work.stream, "compute")
+        if work.is_copy and (lane == "compute" or not ON_THE_DEVICE.match(work.name)):
+            lane = "copies"
         if lane == "compute" and work.kind is not None:
             lane = "in line"
         step.lanes[lane].append(Work(work.name, work.stream, max(work.start, start), min(work.end, end), work.is_copy))
@@ -325,17 +338,23 @@ def choose_step(events: Sequence[dict], works: Sequence[Work], number: int | Non
     """Name and span of step `number`; None: the last one marked, or all of the trace if none is.
 
     Raises:
-        TraceError: there is no such step.
+        TraceError: there is no such step, or it takes no time.
     """
     steps = steps_of(events)
     if number is None and not steps:
-        return "all of the trace", (works[0].start, max(work.end for work in works))
+        return "all of the trace", _lasting("the trace", (works[0].start, max(work.end for work in works)))
     chosen = max(steps) if number is None else number
     if chosen not in steps:
         raise TraceError(
             f"the trace has no step {chosen}; it has {', '.join(map(str, sorted(steps))) or 'none marked'}."
         )
-    return f"step {chosen}", steps[chosen]
+    return f"step {chosen}", _lasting(f"step {chosen}", steps[chosen])
+
+
+def _lasting(name: str, span: tuple[float, float]) -> tuple[float, float]:
+    if span[1] <= span[0]:
+        raise TraceError(f"{name} takes no time in the trace; there is nothing to draw.")
+    return span
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -359,7 +378,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     target = options.svg or options.trace.with_name(
         options.trace.name.removesuffix(".gz").removesuffix(".json") + ".svg"
     )
-    target.write_text(draw(step), encoding="utf-8")
+    try:
+        if target.exists() and target.samefile(options.trace):
+            raise ValueError(f"{target} is the trace, which the picture would replace; pass another --svg")
+        target.write_text(draw(step), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        print(f"error: the picture is not written: {error}", file=sys.stderr)
+        return 2
     print(f"drawn in {target}")
     return 0
 

@@ -87,6 +87,22 @@ def test_streams_of_the_outer_axis_can_be_given() -> None:
     assert {work.stream for work in step.lanes["outer"]} == {24} and {w.stream for w in step.lanes["reduce"]} == {28}
 
 
+def test_gathers_by_copy_engines_are_gathers() -> None:
+    """Their barriers were computation, beside which everything seemed hidden, and their copies no communication."""
+    barrier = (
+        "c10d::symmetric_memory::(anonymous namespace)::barrier_kernel(unsigned int**, int, int, int, unsigned long)"
+    )
+    copy = "Memcpy PtoP (Device -> Device)"
+    kernels = [(GEMM, 7, 0, 50), ("cast", 20, 0, 2), (barrier, 20, 10, 5), (SCATTER, 24, 90, 10), (GEMM, 7, 80, 5)]
+    made = [{"cat": "kernel", "name": n, "ts": t, "dur": d, "args": {"stream": s}} for n, s, t, d in kernels]
+    for name, stream, start in ((copy, 20, 40), (copy, 20, 60), ("Memcpy DtoD", 7, 85), ("Memcpy HtoD", 20, 70)):
+        made.append({"cat": "gpu_memcpy", "name": name, "ts": start, "dur": 4, "args": {"stream": stream}})
+    works = timeline.gpu_work(made)
+    summary = timeline.summarize(timeline.cut(works, timeline.lane_of_stream(works), "all", (0, 100)))
+    assert summary.busy == {"compute": 55, "gather": 15, "reduce": 10, "outer": 0, "in line": 0, "copies": 8}
+    assert summary.communication == 25 and summary.exposed == 4 + 10
+
+
 def test_the_command_prints_and_draws(tmp_path, capsys) -> None:
     trace = tmp_path / "trace.json.gz"
     trace.write_bytes(gzip.compress(json.dumps({"traceEvents": events()}).encode()))
@@ -107,13 +123,24 @@ def test_the_command_prints_and_draws(tmp_path, capsys) -> None:
         (json.dumps({"traceEvents": events()[:4]}), (), "no GPU kernels; profile with ProfilerActivity.CUDA"),
         (json.dumps(events()), ("--step", "5"), "has no step 5; it has 1, 2"),
         (json.dumps(events()), ("--outer-streams", "a"), "invalid literal"),
+        (json.dumps([{"ph": "X", "cat": "kernel", "name": "k"}]), (), "without name, time or arguments"),
+        (json.dumps([{"ph": "X", "cat": "kernel", "name": "k", "ts": 1}]), (), "the trace takes no time"),
+        (json.dumps(events()), ("--svg", "no/such/folder/x.svg"), "the picture is not written"),
+        (b"\x1f\x8b\x08" + bytes(7) + b"\x07" * 20, (), "cannot be read as a chrome trace"),
     ],
 )
 def test_what_cannot_be_drawn_is_told(tmp_path, capsys, content, arguments, message) -> None:
     trace = tmp_path / "trace.json"
-    trace.write_text(content)
+    trace.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert timeline.main([str(trace), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_picture_does_not_replace_its_trace(tmp_path, capsys) -> None:
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps(events()))
+    assert timeline.main([str(trace), "--svg", str(trace)]) == 2
+    assert json.loads(trace.read_text()) == events() and "which the picture would replace" in capsys.readouterr().err
 
 
 def test_what_is_too_close_to_be_seen_is_one_box() -> None:
