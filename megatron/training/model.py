@@ -11,7 +11,7 @@ from megatron.training.config.to_core import to_ddp_config, to_transformer_confi
 from megatron.training.initialize import World
 from megatron.training.launch import Job
 from megatron.training.state import ModelProvider
-from megatron_fsdp.mcore import DistributedDataParallelConfig, FullyShardedDataParallel
+from megatron_fsdp.mcore import DistributedDataParallelConfig, FullyShardedDataParallel, with_all_gather_groups
 from megatron_fsdp.mcore.parallel_layout import is_expert_parameter, modes_of, partition_dim
 
 logger = logging.getLogger(__name__)
@@ -34,12 +34,17 @@ def build_model(job: Job, provider: ModelProvider, world: World) -> FullySharded
     module.to(world.device)
     if config.precision.bf16 or config.precision.fp16:
         module = Float16Module(core_config, module)
+    groups = None
+    if config.ddp.create_all_gather_group:
+        instances = config.ddp.num_distributed_optimizer_instances
+        groups = with_all_gather_groups(num_distributed_optimizer_instances=instances)
     return FullyShardedDataParallel(
         core_config,
         DistributedDataParallelConfig(**to_ddp_config(config)),
         module,
         fsdp_unit_modules=config.ddp.fsdp_unit_modules,
         device=world.device,
+        pg_collection=groups,
     )
 
 

@@ -225,6 +225,16 @@ def copies_have_gathers_to_make(config: RunConfig, setting: Setting) -> Iterator
 
 
 @rule
+def gathers_have_a_communicator_to_use(config: RunConfig, setting: Setting) -> Iterator[str]:
+    """Gathers over a communicator of their own are made, and by it."""
+    ddp = config.ddp
+    if ddp.create_all_gather_group and ddp.data_parallel_sharding_strategy == "no_shard":
+        yield "--create-all-gather-group is about gathers; --data-parallel-sharding-strategy no_shard makes none"
+    if ddp.create_all_gather_group and ddp.fsdp_copy_engine_gather:
+        yield "--create-all-gather-group has no effect with --fsdp-copy-engine-gather, which needs none; leave out one"
+
+
+@rule
 def averages_have_one_meaning(config: RunConfig, setting: Setting) -> str | None:
     """The per-token loss divides by tokens after a plain sum; an average in the collective would divide twice."""
     if config.ddp.average_in_collective and config.model.calculate_per_token_loss:

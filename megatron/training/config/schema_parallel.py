@@ -107,6 +107,9 @@ class DdpConfig:
     fsdp_copy_engine_gather: bool = False
     """Gather weights within one host by copies out of the other GPUs' memory, without NCCL."""
 
+    create_all_gather_group: bool = False
+    """Gather weights over a communicator of their own: over one with gradients, gathers wait for earlier reductions."""
+
     nccl_ub: bool = False
     """Register communication buffers with NCCL, after the first step; implies --fsdp-double-buffer."""
 

@@ -67,6 +67,7 @@ def test_golden_flags_are_fine(machine: Machine) -> None:
 
 
 BUFFERS = "buffers_are_there_to_be_kept_or_registered"
+GATHERS = "gathers_have_a_communicator_to_use"
 COPIES = "copies_have_gathers_to_make"
 
 CASES = [
@@ -174,6 +175,8 @@ CASES = [
     ("fsdp_needs_its_checkpoint_format", "--save a --ckpt-format torch_dist", "Megatron-FSDP needs fsdp_dtensor"),
     ("fsdp_needs_its_checkpoint_format", "--load a --ckpt-format torch", "Megatron-FSDP needs fsdp_dtensor"),
     ("format_of_fsdp_needs_fsdp", "--ckpt-format fsdp_dtensor", "needs --use-megatron-fsdp"),
+    (GATHERS, "--create-all-gather-group --data-parallel-sharding-strategy no_shard", "no_shard makes none"),
+    (GATHERS, "--create-all-gather-group --fsdp-copy-engine-gather", "has no effect with --fsdp-copy-engine-gather"),
     ("engines_exclude_each_other", "--use-megatron-fsdp --use-torch-fsdp2", "exclude each other"),
     ("fsdp_orders_ranks_itself", "--use-tp-pp-dp-mapping", "not supported with Megatron-FSDP"),
     ("fsdp_shards_the_optimizer", "--use-megatron-fsdp --no-use-distributed-optimizer", "no_shard"),

@@ -15,6 +15,7 @@ _HOME = {
     "get_megatron_optimizer": "optimizer",
     "build_dist_index": "process_groups",
     "create_all_gather_groups": "process_groups",
+    "with_all_gather_groups": "process_groups",
     "StoredState": "stored_state",
 }
 

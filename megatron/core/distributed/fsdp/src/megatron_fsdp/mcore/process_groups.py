@@ -122,6 +122,19 @@ def create_all_gather_groups(
     return AllGatherGroups(**made)
 
 
+def with_all_gather_groups(
+    pg_collection: ProcessGroupCollection | None = None, *, num_distributed_optimizer_instances: int = 1
+) -> ProcessGroupCollection:
+    """`pg_collection`, or a new one of megatron-core's groups, on which `create_all_gather_groups` are set.
+
+    **Collective** over the data-parallel group.
+    """
+    groups = _groups_of(pg_collection)
+    made = create_all_gather_groups(groups, num_distributed_optimizer_instances=num_distributed_optimizer_instances)
+    groups.dp_cp_ag, groups.expt_dp_ag = made.dp_cp_ag, made.expt_dp_ag
+    return groups
+
+
 @dataclasses.dataclass(frozen=True)
 class _DataParallelGroups:
     """This rank's data-parallel groups, of dense parameters or of experts."""
