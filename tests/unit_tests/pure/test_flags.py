@@ -95,6 +95,12 @@ def test_constants_are_megatron_lms_switches() -> None:
             assert flag.parse(value) == value
 
 
+def test_every_flag_of_sharding_is_explained() -> None:
+    text = (Path(__file__).parents[3] / "docs/configuration.md").read_text(encoding="utf-8")
+    flags = [flag for flag in all_flags().values() if flag.section == "ddp"]
+    assert [flag.on[0] for flag in flags if not any(spelling in text for spelling in flag.on)] == []
+
+
 def test_deviations_are_documented() -> None:
     text = (Path(__file__).parents[3] / "docs/configuration.md").read_text(encoding="utf-8")
     assert [path for path in (*DEVIATIONS, *OURS) if f"`{path}`" not in text] == []
