@@ -208,7 +208,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", help="file to write the figures to")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for name in ("units", "params", "ranks", "steps", "repeats", "warmup"):
+        value, least = getattr(options, name), 0 if name == "warmup" else 1
+        if value < least:
+            parser.error(f"--{name} is {value}; it should be at least {least}")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> dict:

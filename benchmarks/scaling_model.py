@@ -8,7 +8,7 @@ import argparse
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,12 +118,24 @@ def hosts_table(machine: Machine, work: Work, hosts: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
+def _above_zero(kind: type) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise ValueError(text)
+        return value
+
+    number.__name__ = f"{kind.__name__} above 0"
+    return number
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2, 4, 8, 16, 64, 256, 1024])
-    parser.add_argument("--microbatches", type=int, default=1)
-    parser.add_argument("--compute-ms", type=float, default=371.0, help="of one micro-batch, without communication")
+    parser.add_argument("--hosts", type=_above_zero(int), nargs="+", default=[1, 2, 4, 8, 16, 64, 256, 1024])
+    parser.add_argument("--microbatches", type=_above_zero(int), default=1)
+    compute = "of one micro-batch, without communication"
+    parser.add_argument("--compute-ms", type=_above_zero(float), default=371.0, help=compute)
     given = parser.parse_args(arguments)
     machine = Machine()
     work = Work(compute_s=given.compute_ms / 1e3, microbatches=given.microbatches)

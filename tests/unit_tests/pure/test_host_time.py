@@ -35,3 +35,10 @@ def test_a_part_does_not_count_the_parts_inside_it(monkeypatch) -> None:
 
     clock.counted("hooks", outer)()
     assert clock.spent_s["hooks"] == 5.0 and clock.spent_s["view swaps"] == 2.0
+
+
+@pytest.mark.parametrize("wrong", [["--units", "0"], ["--steps", "-1"], ["--warmup", "-1"]])
+def test_what_cannot_be_measured_is_refused(capsys, wrong) -> None:
+    with pytest.raises(SystemExit):
+        host_time.parse(wrong)
+    assert "it should be at least" in capsys.readouterr().err

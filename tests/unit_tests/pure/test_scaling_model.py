@@ -38,3 +38,12 @@ def test_the_page_shows_what_the_script_prints(model, capsys):
     model.main([])
     printed = capsys.readouterr().out
     assert all(line in page for line in printed.splitlines())
+
+
+@pytest.mark.parametrize(
+    "wrong", ["--hosts 0", "--hosts 2 -1", "--microbatches 0", "--compute-ms nan", "--compute-ms inf"]
+)
+def test_what_would_be_nonsense_is_refused(model, capsys, wrong):
+    with pytest.raises(SystemExit):
+        model.main(wrong.split())
+    assert "above 0 value" in capsys.readouterr().err
