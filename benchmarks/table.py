@@ -46,6 +46,7 @@ ENGINES = {
     "ours-hsdp": ("--engine", "ours", "--exact-init", "--outer", "no_shard"),
     "ours-hfsdp": ("--engine", "ours", "--exact-init", "--outer", "optim"),
     "ours-copy-engine": ("--engine", "ours", "--exact-init", "--copy-engine"),
+    "ours-copy-engine-resident": ("--engine", "ours", "--exact-init", "--copy-engine", "--residency", "auto"),
     "ours-double-buffer": ("--engine", "ours", "--exact-init", "--double-buffer", "--persist"),
     "ours-user-buffers": ("--engine", "ours", "--exact-init", "--nccl-ub", "--persist"),
 }

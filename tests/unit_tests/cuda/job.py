@@ -24,7 +24,9 @@ from megatron_fsdp import (
     fully_shard_optimizer,
 )
 from megatron_fsdp.machine.allocator import PoisonPool, ResizePool
+from megatron_fsdp.runtime import linear_grads
 from megatron_fsdp.runtime.peers import offered_nbytes
+from megatron_fsdp.state import main_grad
 
 VOCAB, WIDTH = 1300, 257
 
@@ -104,6 +106,23 @@ def low_precision(strategy: int, comm: str) -> list[float]:
     return losses
 
 
+def in_place(comm: str) -> dict[str, Any]:
+    """Weights whose gradients were copied, and losses, as they are and with every gradient copied."""
+    copy_all, copied, found = main_grad.foreach_copy_, [0], {}
+
+    def count(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        copied[0] += sum(source.dim() == 2 for source in sources)
+        copy_all(targets, sources)
+
+    main_grad.foreach_copy_ = count
+    for name, least in (("lent", 1), ("copied", 2**62)):
+        linear_grads.LEAST_NUMEL, copied[0] = least, 0
+        losses = low_precision(3, comm)
+        found[name] = {"weights": copied[0], "losses": losses}
+    main_grad.foreach_copy_, linear_grads.LEAST_NUMEL = copy_all, 1
+    return found
+
+
 def overlap(strategy: int) -> dict[str, float]:
     """The overlap report of 3 steps once training is warm, and milliseconds by the host's clock."""
     ours = fully_shard_model(model().bfloat16().cuda(), fsdp_unit_modules=[nn.Sequential], zero_dp_strategy=strategy)
@@ -160,7 +179,7 @@ def resting_memory(strategy: int) -> dict[str, float]:
     return {"excess": (resting - baseline - held) / held, "peak_units": (peak - resting - grads) / unit}
 
 
-def buffered(strategy: int, comm: str, options: dict[str, bool], width: int = 2048) -> dict[str, Any]:
+def buffered(strategy: int, comm: str, options: dict[str, bool], width: int = 2048, rows: int = 64) -> dict[str, Any]:
     """Losses, what the allocator did from the third step on, and what was registered, of 8 steps with `options`."""
     gc.collect()  # what the case before has left
     torch.cuda.empty_cache()
@@ -176,7 +195,7 @@ def buffered(strategy: int, comm: str, options: dict[str, bool], width: int = 20
     for step in range(8):
         if step == 2:
             torch.cuda.reset_peak_memory_stats()
-        batch = tuple(torch.randint(0, VOCAB, (64, 32), generator=generator).cuda() for _ in range(2))
+        batch = tuple(torch.randint(0, VOCAB, (rows, 32), generator=generator).cuda() for _ in range(2))
         loss = loss_of(ours, batch)
         loss.backward()
         optimizer.step()
@@ -242,7 +261,7 @@ def _not_torchs() -> int:
 
 
 JOBS: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (parity, low_precision, overlap, resting_memory, buffered, gathered)
+    f.__name__: f for f in (parity, low_precision, in_place, overlap, resting_memory, buffered, gathered)
 }
 
 
@@ -251,6 +270,7 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     torch.backends.cuda.matmul.allow_tf32 = False
+    linear_grads.LEAST_NUMEL = 1  # the models here are small
     results = [JOBS[sys.argv[1]](*json.loads(arguments)) for arguments in sys.argv[2:]]
     if dist.get_rank() == 0:
         print("RESULTS " + json.dumps(results), flush=True)  # noqa: T201  (the test reads it)

@@ -57,6 +57,16 @@ def test_bf16_training_is_the_same_under_every_strategy() -> None:
         torch.testing.assert_close(torch.tensor(curve), torch.tensor(curves[0]), rtol=2e-3, atol=0, msg=str(case))
 
 
+def test_gradients_of_linear_layers_are_computed_where_they_are_reduced_from() -> None:
+    in_bf16, in_fp32 = launch("in_place", ("bfloat16",), ("float32",))
+    for found in (in_bf16, in_fp32):
+        assert found["lent"]["weights"] == 6  # the embedding's, in 6 steps
+        assert found["copied"]["weights"] == 6 * (1 + 2 * 6 + 1)
+    assert in_bf16["lent"]["losses"] == in_bf16["copied"]["losses"]  # the same products
+    # These are not rounded to bf16 before they are summed.
+    torch.testing.assert_close(*(torch.tensor(in_fp32[way]["losses"]) for way in in_fp32), rtol=2e-3, atol=0)
+
+
 def test_a_step_is_bitwise_reproducible() -> None:
     first, second = launch("low_precision", (3, "bfloat16"), (3, "bfloat16"))
     assert first == second

@@ -47,7 +47,10 @@ def serve(pipe: connection.Connection, rank: int, world_size: int, store: str) -
     import torch
     import torch.distributed as dist
 
+    from megatron_fsdp.runtime import linear_grads
+
     torch.set_num_threads(1)
+    linear_grads.LEAST_NUMEL = 1  # the tests' models are small
     _share_gloo_device()
     # torchrun's variables, for code that reads them.
     os.environ.update(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -47,6 +48,27 @@ def awaits_gradient(leaf: torch.Tensor) -> bool:
     builds (torch 2.1 to 2.13).
     """
     return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+
+
+def accumulates_gradient(leaf: torch.Tensor) -> bool:
+    """True if the graph task that runs now accumulates into `leaf.grad`; False if it hands gradients to its caller.
+
+    In a task of `torch.autograd.grad` torch refuses to answer for a leaf that is asked for (torch 2.1 to 2.13).
+    """
+    try:
+        return awaits_gradient(leaf)
+    except RuntimeError:
+        return False
+
+
+def is_transformed() -> bool:
+    """The compiler traces what runs, or a transform of torch.func or a forward-mode derivative looks at it.
+
+    (`_are_functorch_transforms_active`: torch 2.1 to 2.13; `_current_level`: torch 1.11 to 2.13.)
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 def saving_checkpoint() -> int | None:
@@ -147,6 +169,30 @@ def strided_shard(dim: int, factor: int) -> Placement:
 #: Keeps a function out of what torch.compile traces. `torch.compiler.disable` would import the compiler at once; this
 #: does so when the function is first called, as torch's own optimizers do (torch 2.1 to 2.13).
 uncompiled = _disable_dynamo
+
+
+@functools.cache
+def multiplies_into(dtype: torch.dtype, wider: torch.dtype, device_type: str) -> bool:
+    """Matrices of `dtype` can be multiplied into one of the dtype `wider` without being rounded (`out_dtype`).
+
+    torch 2.11 to 2.13, on CUDA.
+    """
+    if device_type != "cuda" or wider is not torch.float32 or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    factor = torch.ones(16, 16, dtype=dtype, device=device_type)
+    try:
+        product = multiply_into(factor, factor, factor.new_empty(16, 16, dtype=wider))
+    except (TypeError, NotImplementedError, RuntimeError):
+        return False
+    return bool((product == 16).all())
+
+
+def multiply_into(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """`left @ right`, written to `out`, which may be of a wider dtype where `multiplies_into` says so."""
+    if left.dtype is out.dtype:
+        return torch.mm(left, right, out=out)
+    return torch.mm(left, right, out_dtype=out.dtype, out=out)
+
 
 # torch's own optimizers batch their work with these; they have no public spelling (torch 2.0 to 2.13).
 foreach_add_ = torch._foreach_add_

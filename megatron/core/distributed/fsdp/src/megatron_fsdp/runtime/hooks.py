@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from megatron_fsdp.machine.torch_compat import in_backward, uncompiled, version_of
+from megatron_fsdp.runtime import linear_grads
 from megatron_fsdp.runtime.calls import Call
 from megatron_fsdp.runtime.moment import check_not_taken, end_interrupted_forward
 from megatron_fsdp.runtime.schedule import Schedule
@@ -33,6 +34,7 @@ def install_hooks(schedule: Schedule) -> list[torch.utils.hooks.RemovableHandle]
         handles.append(module.register_forward_hook(hooks.post_forward, with_kwargs=True))
         if unit.is_root:
             handles.append(module.register_forward_hook(hooks.after_forward, always_call=True))
+    linear_grads.install(schedule)
     return handles
 
 

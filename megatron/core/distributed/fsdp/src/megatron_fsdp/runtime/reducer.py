@@ -43,6 +43,8 @@ class Reducer:
         """Staged gradients, allocated on the compute stream, until that has waited for their reduction."""
         self._crossing: collections.deque[tuple[torch.Tensor, Event]] = collections.deque()
         """What was allocated on the inner axis' stream, until that has waited for the outer axis' to have read it."""
+        self._lends_to: Unit | None = None
+        """Whose gradients have last been computed where they are reduced from."""
         self.before_collect: Callable[[ParamGroup], None] | None = None
         """Shown every group whose gradients of this backward are complete and still this rank's own."""
 
@@ -71,6 +73,18 @@ class Reducer:
             staged = group.main_grad.collect()
             if staged is not None or finalizes:
                 self._issue(unit, group, staged, finalizes=finalizes)
+
+    def lend(self, unit: Unit, group: ParamGroup, slot: int) -> torch.Tensor | None:
+        """Where the gradient of parameter `slot` of the unit's `group` may be computed; None: in memory of its own.
+
+        So it is while another unit's gradients are still being computed: where several forwards share a backward.
+        """
+        if unit is not self._lends_to and self._lends_to is not None and self._lends_to.has_staged_grads:
+            return None
+        if not group.main_grad.is_staged:
+            self._make_room(group)
+        self._lends_to = unit
+        return group.main_grad.lend(slot)
 
     def finalize(self, unit: Unit) -> None:
         """Starts the reductions of the unit that were deferred to the end of the cycle. **Collective**."""

@@ -43,6 +43,7 @@ class Schedule:
         self.device = device
         self.watch = Watch(device)
         self._reducer = Reducer(config, device, scales, self.watch)
+        self.lend_gradient = self._reducer.lend
         self._gatherer = Gatherer(device, self.watch)
         self._prefetch = Prefetch.of(config)
         # Memory that goes when the model does must not be handed out again while another stream still uses it.
@@ -326,10 +327,8 @@ class Schedule:
     def _abandon_backward(self) -> None:
         """Forgets a backward that was interrupted by an exception, and its gradients."""
         self._reducer.wait()
-        for unit in self.units:
-            for group in unit.groups:
-                if group.main_grad is not None:
-                    group.main_grad.discard()
+        for group in (group for unit in self.units for group in unit.groups if group.main_grad is not None):
+            group.main_grad.discard()
         self._end_backward()
 
     def finalize_open(self) -> None:

@@ -15,7 +15,7 @@ from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.machine.user_buffers import Memory, OrdinaryMemory, RegionMemory, UserBuffers
 from megatron_fsdp.plan.slots import Footprint, PoolSlot, assign_slots
 from megatron_fsdp.runtime.schedule import Schedule
-from megatron_fsdp.runtime.unit import Unit
+from megatron_fsdp.runtime.unit import Unit, contains
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def _fill_lasting(units: list[Unit]) -> None:
 
 def plan_slots(units: list[Unit], policy: BufferPolicy) -> dict[str, PoolSlot]:
     """Slots by key, of gathered weights and of gradients on their way."""
-    within = {unit for unit in units for other in units if other is not unit and _contains(unit, other)}
+    within = {unit for unit in units for other in units if other is not unit and contains(unit, other)}
     weights = [Footprint(_weights(unit), takes_turns=unit not in within) for unit in units]
     grads = [Footprint(_grads(unit)) for unit in reversed(units)]
     kinds = {"weights": weights, "gradients": grads}
@@ -91,10 +91,6 @@ def plan_slots(units: list[Unit], policy: BufferPolicy) -> dict[str, PoolSlot]:
     for kind, footprints in kinds.items():
         slots |= assign_slots(kind, footprints, only_alike=policy.only_alike, keeps_misfits=policy.keeps_misfits)
     return slots
-
-
-def _contains(unit: Unit, other: Unit) -> bool:
-    return unit.is_root or other.fqn.startswith(f"{unit.fqn}.")
 
 
 def storage_needs(unit: Unit) -> tuple[tuple[str, int], ...]:

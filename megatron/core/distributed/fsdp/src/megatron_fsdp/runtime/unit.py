@@ -243,6 +243,16 @@ class Unit:
         missing = [raw for raw in self.trainable if raw.grad is None]
         return any(awaits_gradient(raw) for raw in missing if not getattr(raw, "grad_added_to_main_grad", False))
 
+    @property
+    def has_staged_grads(self) -> bool:
+        """Gradients of this backward are being written to where they are reduced from."""
+        return any(group.main_grad is not None and group.main_grad.is_staged for group in self.groups)
+
     def has_stray_grads(self) -> bool:
         """Gradients have arrived that no reduction has taken."""
         return any(raw.grad is not None for raw in self.trainable)
+
+
+def contains(unit: Unit, other: Unit) -> bool:
+    """`other`'s module lies inside `unit`'s."""
+    return unit.is_root or other.fqn.startswith(f"{unit.fqn}.")

@@ -1,0 +1,125 @@
+"""Has linear layers compute their weight's gradient where it is reduced from, so that nothing copies it there."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_fsdp.machine.torch_compat import accumulates_gradient, is_transformed, multiply_into
+from megatron_fsdp.runtime.schedule import Schedule
+from megatron_fsdp.runtime.unit import Place, Unit, contains
+
+LEAST_NUMEL = 2**22
+"""Elements of a weight from which on it pays: a GPU copies a million of them in 1.7 us, and a call costs the host 9 us
+(docs/performance.md)."""
+
+
+def install(schedule: Schedule) -> None:
+    """Gives every large `nn.Linear` whose gradients are reduced in each backward a forward with such a backward.
+
+    They travel in the weight's dtype or, on CUDA, in fp32: then they are not even rounded before they are. Only plain
+    layers: of a subclass, or with a `forward` of its own, nobody knows what it computes. Not in a unit around others,
+    whose gradients would lie in a communication buffer all the while that theirs come and go.
+    """
+    for unit in schedule.units:
+        if any(contains(unit, other) for other in schedule.units if other is not unit):
+            continue
+        places = {id(param.raw): param.places for param in unit.params}
+        for number, group in enumerate(unit.groups):
+            if group.main_grad is None or not group.main_grad.lends:
+                continue
+            for slot, raw in enumerate(group.params):
+                if type(raw) is nn.Parameter and raw.numel() >= LEAST_NUMEL:
+                    raw.grad_dtype = None  # as it is computed, even if that is wider than the weight
+                    _install(_Lender(schedule, unit, number, slot), places[id(raw)])
+
+
+def _install(lender: _Lender, places: Iterable[Place]) -> None:
+    for place in places:
+        module = place.module()
+        if type(module) is nn.Linear and place.name == "weight" and "forward" not in vars(module):
+            module.forward = _LinearForward(module, lender)
+
+
+class _Lender:
+    """Where the gradient of one weight goes. Like hooks it keeps nothing alive."""
+
+    def __init__(self, schedule: Schedule, unit: Unit, number: int, slot: int):
+        self._schedule = weakref.ref(schedule)
+        self._unit = weakref.ref(unit)
+        self._number = number
+        """Of the unit's groups the one that the weight is in."""
+        self._slot = slot
+        self._raw = weakref.ref(unit.groups[number].params[slot])
+        self._device_type = unit.groups[number].facts.device.type
+
+    def serves(self, weight: torch.Tensor, x: torch.Tensor) -> bool:
+        """This is the weight, and nothing but autograd looks at what is done with it."""
+        return (
+            weight is self._raw()
+            and type(x) is torch.Tensor
+            and x.dtype is weight.dtype
+            and torch.is_grad_enabled()
+            and not torch.is_autocast_enabled(self._device_type)
+            and not is_transformed()
+        )
+
+    def product(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """The weight's gradient as `left @ right`, in its place or, if that is taken or of no use, in new memory."""
+        place = self._place()
+        return left @ right if place is None else multiply_into(left, right, place)
+
+    def _place(self) -> torch.Tensor | None:
+        schedule, unit = self._schedule(), self._unit()
+        if schedule is None or unit is None or torch.is_grad_enabled():  # differentiated again
+            return None
+        if not accumulates_gradient(self._raw()):  # but handed to somebody who keeps it
+            return None
+        return schedule.lend_gradient(unit, unit.groups[self._number], self._slot)
+
+
+class _LinearForward:
+    """Stands in for `nn.Linear.forward` of one module."""
+
+    def __init__(self, module: nn.Linear, lender: _Lender):
+        self._module = weakref.ref(module)
+        self._lender = lender
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """What `nn.Linear` computes."""
+        module = self._module()
+        weight, bias = module.weight, module.bias
+        if self._lender.serves(weight, input):
+            return _Linear.apply(input, weight, bias, self._lender)
+        return F.linear(input, weight, bias)
+
+    def __deepcopy__(self, memo: dict) -> _LinearForward:
+        raise NotImplementedError(
+            "a module of a sharded model cannot be deep-copied; copy it before sharding, or copy its state_dict()."
+        )
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear`, with torch's own products in backward, but for where one of them is written."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lender: _Lender) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.lender = lender
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_input, of_weight, of_bias, _ = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1])
+        return (
+            grad @ weight if of_input else None,
+            ctx.lender.product(rows.t(), x.reshape(-1, x.shape[-1])) if of_weight else None,
+            rows.sum(0) if of_bias else None,
+            None,
+        )

@@ -1,0 +1,298 @@
+"""Gradients of linear layers, which are computed where they are reduced from: never wrong, and not copied."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.unit_tests.harness.rank_pool import RankPool
+from tests.unit_tests.harness.reference import DtypePolicy
+from tests.unit_tests.harness.sharded import Sharding, full_grads, shard
+
+WIDTH = 4
+
+
+class Layer(nn.Module):
+    """A unit with a weight of its own, which `use` reads."""
+
+    def __init__(self, use: Callable[[nn.Linear, torch.Tensor], torch.Tensor], *, bias: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=bias)
+        self.use = use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.use(self.linear, x)
+
+
+class Doubled(nn.Linear):
+    """What it computes is its own business."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * F.linear(input, self.weight)
+
+
+def plainly(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return linear(x)
+
+
+def twice(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return linear(torch.tanh(linear(x)))
+
+
+def also_by_hand(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return linear(x) + torch.tanh(x) @ linear.weight
+
+
+def by_hand(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, linear.weight, linear.bias)
+
+
+def row_by_row(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([linear(row) for row in x])
+
+
+def transposed(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return linear(x.view(2, -1, WIDTH)).transpose(0, 1).reshape(-1, WIDTH)
+
+
+def without_rows(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([linear(x[:0]), x])
+
+
+def mapped(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(linear)(x)
+
+
+def in_autocast(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return linear(x).float()
+
+
+def asked_for(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """A gradient that its asker keeps must not lie where others are written."""
+    with torch.enable_grad():
+        (kept,) = torch.autograd.grad(linear(x.detach()).square().sum(), linear.weight)
+    return linear(x) + x @ kept
+
+
+def slope(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """A forward-mode derivative beside the value."""
+    _, tangent = torch.func.jvp(linear, (x,), (torch.ones_like(x),))
+    return linear(x) + tangent
+
+
+USES = (
+    plainly, twice, also_by_hand, by_hand, row_by_row, transposed, without_rows, mapped, in_autocast, asked_for, slope,
+)  # fmt: skip
+
+
+def build(use: Callable, *, bias: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Layer(use, bias=bias), Layer(use, bias=bias))
+
+
+@contextlib.contextmanager
+def counted_copies() -> Iterator[list[int]]:
+    """Elements of gradients that are copied inside the context, in a list of one."""
+    from megatron_fsdp.state import main_grad
+
+    copied, write, copy_all = [0], main_grad.MainGrad._write, main_grad.foreach_copy_
+
+    def count(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        copied[0] += sum(source.numel() for source in sources)
+        copy_all(targets, sources)
+
+    def counting(*args, **kwargs) -> None:
+        main_grad.foreach_copy_ = count
+        try:
+            write(*args, **kwargs)
+        finally:
+            main_grad.foreach_copy_ = copy_all
+
+    main_grad.MainGrad._write = counting
+    try:
+        yield copied
+    finally:
+        main_grad.MainGrad._write = write
+
+
+def trained(build_model: Callable[[], nn.Module], strategy: int = 3, **options) -> tuple[int, dict[str, torch.Tensor]]:
+    """Elements copied, and gradients of two micro-batches, of a sharded model."""
+    model = shard(build_model(), Sharding(strategy=strategy, units=(Layer,), options=options))
+    with counted_copies() as copied:
+        for seed in range(2):
+            model.is_last_microbatch = seed == 1
+            x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed))
+            model(x).square().sum().backward()
+        model.finish_grad_sync()
+    return copied[0], full_grads(model)
+
+
+def whole(build_model: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
+    module = build_model()
+    for seed in range(2):
+        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed))
+        module(x).square().sum().backward()
+    return {name: param.grad for name, param in module.named_parameters()}
+
+
+def use_in_every_way(strategy: int, uses: tuple[Callable, ...], options: dict) -> list[int]:
+    copies = []
+    for use in uses:
+        copied, found = trained(lambda use=use: build(use), strategy, **options)
+        copies.append(copied)
+        for name, expected in whole(lambda use=use: build(use)).items():
+            torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6, msg=f"{use.__name__}: {name}")
+    return copies
+
+
+@pytest.mark.parametrize("options", [{}, {"fsdp_double_buffer": True}])
+def test_gradients_are_right_however_a_layer_is_used_and_copied_only_where_they_must_be(
+    ranks2: RankPool, options: dict
+) -> None:
+    every = 2 * 2 * WIDTH * WIDTH  # micro-batches and layers
+    for copies in ranks2.run(use_in_every_way, 3, USES, options):
+        by_use = dict(zip(USES, copies, strict=True))
+        assert [by_use[use] for use in (plainly, transposed, without_rows, asked_for)] == [0] * 4
+        # Of two gradients autograd makes a third.
+        assert [by_use[use] for use in (twice, also_by_hand, by_hand, mapped, in_autocast, slope)] == [every] * 6
+
+
+@pytest.mark.parametrize("strategy", [1, 2])
+def test_other_strategies_are_as_right(ranks2: RankPool, strategy: int) -> None:
+    ranks2.run(use_in_every_way, strategy, USES, {})
+
+
+@contextlib.contextmanager
+def wider_products() -> Iterator[None]:
+    """Products of bf16 are written in fp32, as CUDA can."""
+    from megatron_fsdp.runtime import linear_grads
+    from megatron_fsdp.state import main_grad
+
+    before = main_grad.multiplies_into, linear_grads.multiply_into
+    main_grad.multiplies_into = lambda dtype, wider, device_type: wider is torch.float32
+    linear_grads.multiply_into = lambda left, right, out: torch.mm(left.float(), right.float(), out=out)
+    try:
+        yield
+    finally:
+        main_grad.multiplies_into, linear_grads.multiply_into = before
+
+
+def reduce_in_fp32(use: Callable) -> None:
+    """One micro-batch of ones: whatever is rounded to bf16 on its way shows."""
+    x = (1 + torch.arange(7 * WIDTH).view(7, WIDTH) / 128).bfloat16()
+    model = shard(build(use).bfloat16(), Sharding(strategy=3, units=(Layer,)), DtypePolicy())
+    with counted_copies() as copied:
+        model(x).sum().backward()
+        model.finish_grad_sync()
+    found, expected = full_grads(model)["1.linear.weight"], build(use).bfloat16()
+    expected(x).sum().backward()
+    rounded = expected[1].linear.weight.grad
+    torch.testing.assert_close(found, rounded.float(), rtol=2**-7, atol=0)
+    is_precise = use is plainly
+    assert (copied[0] == 0) == is_precise
+    assert torch.equal(found, found.bfloat16().float()) != is_precise
+
+
+def test_gradients_that_travel_in_fp32_are_not_rounded_before(ranks2: RankPool) -> None:
+    ranks2.run(with_wider_products, reduce_in_fp32, (plainly, by_hand))
+
+
+def with_wider_products(job: Callable, uses: tuple[Callable, ...]) -> None:
+    with wider_products():
+        for use in uses:
+            job(use)
+
+
+def learn_beside_a_bias_and_what_is_not_plain() -> None:
+    copied, found = trained(lambda: build(plainly, bias=True))
+    assert copied == 2 * 2 * WIDTH, "biases"
+    for name, expected in whole(lambda: build(plainly, bias=True)).items():
+        torch.testing.assert_close(found[name], expected)
+
+    def subclassed() -> nn.Module:
+        module = build(plainly)
+        module[0].linear = Doubled(WIDTH, WIDTH, bias=False)
+        own = module[1].linear
+        own.forward = lambda x: F.linear(x, own.weight) + 1
+        return module
+
+    copied, found = trained(subclassed)
+    assert copied == 2 * 2 * WIDTH * WIDTH
+    assert set(found) == {"0.linear.weight", "1.linear.weight"}
+
+
+def test_biases_are_copied_and_layers_of_ones_own_left_alone(ranks2: RankPool) -> None:
+    ranks2.run(learn_beside_a_bias_and_what_is_not_plain)
+
+
+def interrupt_and_ask() -> None:
+    """Neither a backward that raised nor one that asked for the input's gradient leaves anything behind."""
+    expected = whole(lambda: build(plainly))
+    model = shard(build(plainly), Sharding(strategy=3, units=(Layer,)))
+    x = torch.randn(6, WIDTH, requires_grad=True)
+    hidden = model(x)
+    hidden.register_hook(lambda grad: (_ for _ in ()).throw(ZeroDivisionError()))
+    with contextlib.suppress(ZeroDivisionError):
+        hidden.sum().backward()
+    model.zero_grad()
+    torch.autograd.grad(model(x).sum(), x)
+    model.zero_grad()
+    for seed in range(2):
+        model(torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+    model.finish_grad_sync()
+    for name, grad in full_grads(model).items():
+        torch.testing.assert_close(grad, expected[name])
+
+
+def test_what_was_not_accumulated_is_forgotten(ranks2: RankPool) -> None:
+    ranks2.run(interrupt_and_ask)
+
+
+def penalize_slopes() -> None:
+    """A second backward differentiates the products of the first."""
+    results = []
+    for is_sharded in (False, True):
+        module = build(plainly)
+        model = shard(module, Sharding(strategy=2, units=(Layer,))) if is_sharded else module
+        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        (slopes,) = torch.autograd.grad(torch.tanh(model(x)).sum(), x, create_graph=True)
+        slopes.square().sum().backward()
+        if is_sharded:
+            model.finish_grad_sync()
+            results.append(full_grads(model))
+        else:
+            results.append({name: param.grad for name, param in module.named_parameters()})
+    for name, expected in results[0].items():
+        torch.testing.assert_close(results[1][name], expected)
+
+
+def test_a_gradient_of_gradients_is_right(ranks2: RankPool) -> None:
+    ranks2.run(penalize_slopes)
+
+
+def copy_a_layer() -> None:
+    model = shard(build(plainly), Sharding(strategy=3, units=(Layer,)))
+    copy.deepcopy(model.module[0].linear)
+
+
+def test_a_layer_cannot_be_copied(ranks2: RankPool) -> None:
+    ranks2.run_expecting(NotImplementedError, "cannot be deep-copied", copy_a_layer)
+
+
+def small_layers() -> int:
+    from megatron_fsdp.runtime import linear_grads
+
+    before, linear_grads.LEAST_NUMEL = linear_grads.LEAST_NUMEL, WIDTH * WIDTH + 1
+    try:
+        return trained(lambda: build(plainly))[0]
+    finally:
+        linear_grads.LEAST_NUMEL = before
+
+
+def test_small_layers_are_copied(ranks2: RankPool) -> None:
+    assert ranks2.run(small_layers) == [2 * 2 * WIDTH * WIDTH] * 2
