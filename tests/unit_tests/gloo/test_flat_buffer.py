@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_fsdp.machine.collectives import SOLO, Axis, GradScale
 from megatron_fsdp.plan.layout import plan_layout
 from megatron_fsdp.plan.strategy import PARTIAL, REPLICATED, AxisPair, Placement, plan_for
-from megatron_fsdp.state.flat_buffer import FlatBuffer, piece_bounds
+from megatron_fsdp.state.flat_buffer import FlatBuffer, Span, piece_bounds
 from tests.unit_tests.harness.sharded import hybrid_mesh
 
 R, S, P = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL
@@ -31,6 +31,15 @@ def global_values(layout, dtype, seed=0):
     for slot in layout.slots:
         values[slot.start : slot.end] = torch.randint(-4, 5, (slot.numel,)).float()
     return values.to(dtype)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 2), (5,), (), (0, 4, 3), (2, 0)])
+def test_a_span_is_a_slice_in_a_shape(shape) -> None:
+    data = torch.arange(40.0)[7:]  # as a part of a buffer begins: inside its storage
+    span = Span.of(shape, 4)
+    expected = data[4 : 4 + torch.Size(shape).numel()].view(shape)
+    assert torch.equal(span.view(data), expected) and span.stride == expected.stride()
+    assert span.view(data).data_ptr() == expected.data_ptr()
 
 
 def buffer_of(values, layout, pair, dtype):

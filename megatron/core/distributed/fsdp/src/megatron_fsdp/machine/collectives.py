@@ -47,6 +47,11 @@ class GradScale:
         """SUM or AVG."""
         return dist.ReduceOp.AVG if self.average else dist.ReduceOp.SUM
 
+    @property
+    def for_the_rest(self) -> GradScale:
+        """How a reduction goes on over another axis: the factor belongs to all of it, and has been applied."""
+        return GradScale(1.0, self.average, self.fused)
+
 
 NO_SCALE = GradScale(1.0, average=False)
 

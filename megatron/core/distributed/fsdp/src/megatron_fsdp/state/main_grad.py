@@ -15,7 +15,7 @@ from megatron_fsdp.machine.allocator import StoragePool
 from megatron_fsdp.machine.collectives import GradScale
 from megatron_fsdp.machine.torch_compat import foreach_add_, foreach_copy_, foreach_zero_, multiplies_into
 from megatron_fsdp.plan.strategy import PARTIAL, AxisPair
-from megatron_fsdp.state.flat_buffer import FlatBuffer
+from megatron_fsdp.state.flat_buffer import FlatBuffer, Span
 from megatron_fsdp.state.tensor_parallel import local_part
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ class MainGrad:
         self._lent: set[int] = set()
         """Parameters whose place in the staged gradients is taken."""
         # Worked out once: this is needed of every parameter in every backward, and the host must run ahead.
-        self._places = [(slot.start, slot.end, slot.shape) for slot in facts.layout.slots]
-        self._final_places = [self.final.place(slot) for slot in range(len(facts.layout.slots))]
+        self._spans = [Span.of(slot.shape, slot.start) for slot in facts.layout.slots]
+        self._final_spans = [self.final.span(slot) for slot in range(len(facts.layout.slots))]
 
     @property
     def final(self) -> FlatBuffer:
@@ -70,7 +70,7 @@ class MainGrad:
     def final_views(self) -> list[torch.Tensor]:
         """This rank's rows of every parameter in `final`."""
         data = self.final.data
-        return [data[start:end].view(shape) for start, end, shape in self._final_places]
+        return [span.view(data) for span in self._final_spans]
 
     @property
     def staging_key(self) -> str:
@@ -160,18 +160,18 @@ class MainGrad:
     def _write(self, target: FlatBuffer, *, accumulate: bool) -> None:
         """Moves `param.grad` of every parameter into `target`, which is whole, in one batched copy or addition."""
         views, grads, untouched = [], [], []
-        for slot, ((start, end, shape), param) in enumerate(zip(self._places, self._facts.params, strict=True)):
+        for slot, (span, param) in enumerate(zip(self._spans, self._facts.params, strict=True)):
             grad, param.grad = param.grad, None
             if getattr(param, "grad_added_to_main_grad", False):
                 param.grad_added_to_main_grad = False
             elif grad is not None:
-                view, grad = target.data[start:end].view(shape), local_part(grad)
+                view, grad = span.view(target.data), local_part(grad)
                 if slot in self._lent and grad.data_ptr() == view.data_ptr():
                     continue  # computed in place
                 views.append(view)
                 grads.append(grad)
             elif not accumulate:
-                untouched.append(target.data[start:end])
+                untouched.append(span.view(target.data))
         if accumulate and views:
             foreach_add_(views, grads)  # of another dtype, they are added without being rounded or copied first
         elif views:
@@ -220,7 +220,7 @@ class MainGrad:
         crossing = None
         if self._plan.defers_reduction:
             if self._plan.reduces_each_microbatch:
-                scale = GradScale(1.0, scale.average, scale.fused)
+                scale = scale.for_the_rest
             crossing = self._reduce_deferred(scale, along_outer)
         else:
             if not self._plan.reduces_each_microbatch and scale.pre != 1.0:
@@ -244,7 +244,7 @@ class MainGrad:
             self._settle(partly)
             return None
         with along_outer():
-            self._settle(partly.reduce_to(target, dataclasses.replace(scale, pre=1.0)))
+            self._settle(partly.reduce_to(target, scale.for_the_rest))
         return wire.data if wire is not self.buffer else None
 
     def _on_the_wire(self) -> FlatBuffer:
