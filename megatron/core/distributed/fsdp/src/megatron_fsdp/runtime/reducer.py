@@ -53,6 +53,7 @@ class Reducer:
         """The streams of the inner and the outer axis."""
         return self._stream, self._outer_stream
 
+    @torch.no_grad()
     def reduce(self, unit: Unit, *, finalizes: bool) -> None:
         """Starts the reduction of the unit's gradients of this backward. **Collective**.
 
@@ -86,6 +87,7 @@ class Reducer:
         self._lends_to = unit
         return group.main_grad.lend(slot)
 
+    @torch.no_grad()
     def finalize(self, unit: Unit) -> None:
         """Starts the reductions of the unit that were deferred to the end of the cycle. **Collective**."""
         for group in unit.groups:
