@@ -25,7 +25,8 @@ _NOBODY_ELSE = _references({0: object()}, [0])[0]
 class GradHandles:
     """One DTensor per parameter over its part of a gradient buffer.
 
-    A DTensor costs some 100 microseconds to make (torch 2.13), and a step would have to make hundreds of them.
+    A DTensor costs some 100 microseconds to make (torch 2.13), and a step would have to make hundreds of them. Methods
+    are called for every parameter in every step, without recording.
     """
 
     def __init__(self) -> None:
@@ -35,30 +36,26 @@ class GradHandles:
         """Those that show what the buffers hold now."""
 
     def of(self, sharded: nn.Parameter, final: torch.Tensor) -> DTensor:
-        """The gradient of `sharded`, on every rank, perhaps of zero rows. Shares the memory of `final`.
-
-        Call it without recording: it is called for every parameter in every step.
-        """
+        """The gradient of `sharded`, on every rank, perhaps of zero rows. Shares the memory of `final`."""
         key = id(sharded)
         if key not in self._pointing:
-            if key in self._made:
+            if key not in self._made:
+                self._made[key] = _made_for(sharded.megatron_fsdp_spec, final)
+            elif final.numel():  # else it still shows the nothing that it was made of
                 storage = own_storage(final)
                 if storage is None:
                     storage = final.untyped_storage()
                 local_tensor(self._made[key]).set_(storage, 0, final.shape, final.stride())
-            else:
-                self._made[key] = _made_for(sharded.megatron_fsdp_spec, final)
             self._pointing.add(key)
         return self._made[key]
 
-    @torch.no_grad()
     def let_go(self, params: Iterable[nn.Parameter]) -> None:
         """Points at nothing, so that buffers can be freed. What somebody else holds keeps its memory and values."""
         keys = {id(sharded) for sharded in params}
         for key, references in _references(self._made, keys).items():
             if references > _NOBODY_ELSE:
                 del self._made[key]
-            elif key in self._pointing:
+            elif key in self._pointing and local_tensor(self._made[key]).numel():
                 local_tensor(self._made[key]).set_()
         self._pointing -= keys
 

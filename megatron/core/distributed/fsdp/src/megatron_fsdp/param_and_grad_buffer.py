@@ -90,7 +90,8 @@ class ParamAndGradBuffer:
 
     def _is_left_out(self, group: ParamGroup, sharded: nn.Parameter) -> bool:
         """The gradient of this cycle was taken off the parameter again."""
-        is_known = self._attached.get(id(sharded)) == (None, group.main_grad.generation)
+        grad, generation = self._attached.get(id(sharded), (None, -1))
+        is_known = grad is None and generation == group.main_grad.generation
         return is_known and group.main_grad.state is GradState.FINAL
 
     def _is_attached(self, group: ParamGroup, sharded: nn.Parameter) -> bool:
@@ -129,6 +130,7 @@ class ParamAndGradBuffer:
                 "gradient that was replaced cannot be added to: change it in place."
             )
 
+    @torch.no_grad()
     def zero_grad(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Forgets and detaches the gradients of `params` (None: of all); frees buffers that hold no others."""
         self._schedule.wait_for_reductions()  # what is dropped here may still be read there
@@ -144,21 +146,19 @@ class ParamAndGradBuffer:
         Otherwise the next backward would add to what the user has thrown away.
         """
         for group, members in self._trained_groups():
-            attached = [self._attached.get(id(param.sharded), (None, 0))[0] for param in members]
-            dropped = [
-                slot
-                for slot, (grad, param) in enumerate(zip(attached, members, strict=True))
-                if grad is not None and self._grad(param.sharded) is None
-            ]
+            dropped = [slot for slot, param in enumerate(members) if self._is_dropped(param.sharded)]
             if dropped:
                 self._schedule.wait_for_reductions()
                 self._forget(group, members, dropped)
+
+    def _is_dropped(self, sharded: nn.Parameter) -> bool:
+        grad, _ = self._attached.get(id(sharded), (None, -1))
+        return grad is not None and self._grad(sharded) is None
 
     def _trained_groups(self) -> Iterator[tuple[ParamGroup, list[ManagedParam]]]:
         groups = (group for group in self.parameter_groups if group.main_grad is not None)
         return ((group, self._members[id(group)]) for group in groups)
 
-    @torch.no_grad()
     def _forget(self, group: ParamGroup, members: list[ManagedParam], slots: list[int]) -> None:
         """Drops the gradients of some of a group's parameters; its buffer too if that leaves none."""
         for param in (members[slot] for slot in slots):
