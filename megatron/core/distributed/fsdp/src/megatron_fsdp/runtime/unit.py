@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -55,7 +56,7 @@ class Place:
         """Makes the module hold `param` under this name."""
         module = self.module()
         if module is not None:
-            # Not setattr: registering a parameter checks and reorders, and this runs for every parameter of every unit.
+            # Not setattr: registering a parameter checks and reorders.
             module._parameters[self.name] = param
 
     def holds(self, param: nn.Parameter) -> bool:
@@ -80,6 +81,14 @@ class ManagedParam:
     def fqn(self) -> str:
         """The canonical name."""
         return self.fqns[0]
+
+
+class _Holder(NamedTuple):
+    """A module, and by name both forms of the parameters that it holds for one unit."""
+
+    module: weakref.ref[nn.Module]
+    raw: dict[str, nn.Parameter]
+    sharded: dict[str, nn.Parameter]
 
 
 class Unit:
@@ -220,10 +229,22 @@ class Unit:
             self._show("sharded")
             self.shows_raw = False
 
-    def _show(self, form: str) -> None:
+    def _show(self, form: Literal["raw", "sharded"]) -> None:
+        for holder in self._holders:
+            module = holder.module()
+            if module is not None:
+                # As `Place.hold` does, but a whole module at once: all units come here four times a step.
+                module._parameters.update(getattr(holder, form))
+
+    @functools.cached_property
+    def _holders(self) -> list[_Holder]:
+        """Every module that shows its parameters; asked for when they have both forms."""
+        holders: dict[int, _Holder] = {}
         for param in self.params:
             for place in param.places:
-                place.hold(getattr(param, form))
+                holder = holders.setdefault(id(place.module()), _Holder(place.module, {}, {}))
+                holder.raw[place.name], holder.sharded[place.name] = param.raw, param.sharded
+        return list(holders.values())
 
     def align_grads(self) -> None:
         """Makes gradients lie over tensor-parallel ranks as their parameters do. **Collective** over these ranks.
