@@ -74,10 +74,8 @@ class ParamAndGradBuffer:
 
     def _attach(self, group: ParamGroup, sharded: nn.Parameter, final: torch.Tensor | None) -> None:
         """Gives the parameter its part `final` of the finalized gradient, unless it has had that; None if not final."""
-        if self._is_left_out(group, sharded):
+        if final is not None and self._has_had_final(group, sharded):
             return
-        if final is not None and self._is_attached(group, sharded):
-            return  # a copy in another dtype may have been clipped since
         if final is None:
             sharded.grad = None
         elif self._use_decoupled_grad:
@@ -87,6 +85,11 @@ class ParamAndGradBuffer:
         else:
             sharded.grad = cast_grad(sharded, final)
         self._attached[id(sharded)] = (self._grad(sharded), group.main_grad.generation)
+
+    def _has_had_final(self, group: ParamGroup, sharded: nn.Parameter) -> bool:
+        """This gradient is on the parameter, perhaps as a copy that has been clipped since, or was taken off again."""
+        grad, generation = self._attached.get(id(sharded), (None, -1))
+        return generation == group.main_grad.generation and (grad is None or grad is self._grad(sharded))
 
     def _is_left_out(self, group: ParamGroup, sharded: nn.Parameter) -> bool:
         """The gradient of this cycle was taken off the parameter again."""
