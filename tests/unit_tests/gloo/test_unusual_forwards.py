@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from megatron_fsdp.machine.torch_compat import versions_of
 from tests.unit_tests.harness.models import MLPBlock, TinyMLP
 from tests.unit_tests.harness.rank_pool import RankPool
 from tests.unit_tests.harness.sharded import Sharding, shard
@@ -31,6 +32,13 @@ def test_weights_that_forward_changes_are_named_where_the_change_would_be_lost(r
     for strategy, dtype in ((3, torch.float32), (2, torch.bfloat16)):
         ranks2.run_expecting(RuntimeError, message, change_weights_in_forward, strategy, dtype)
     ranks2.run(change_weights_in_forward, 2, torch.float32)
+
+
+def test_tensors_that_do_not_count_their_changes_have_no_version() -> None:
+    counting = torch.zeros(1).add_(1)
+    with torch.inference_mode():
+        silent = torch.zeros(1).add_(1)
+    assert versions_of([counting, silent]) == [1, None] and versions_of([counting]) == [1]
 
 
 def compile_all_ways() -> None:

@@ -119,7 +119,10 @@ def version_of(value: object) -> int | None:
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int | None]:
     """`version_of` each: one call for all weights of a unit, before and after each of its forwards."""
-    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # an inference tensor among them does not count; to ask each takes as long again
+        return [version_of(tensor) for tensor in tensors]
 
 
 def premul_sum(factor: float) -> dist.ReduceOp:
