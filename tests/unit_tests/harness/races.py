@@ -98,6 +98,7 @@ class Races(TorchDispatchMode):
         super().__init__()
         self.compute = self.current = FakeStream("compute")
         self.streams = [self.compute]
+        self._open: list[FakeStream] = []
         self.found: list[str] = []
         self._is_watching = True
         self._blocks: dict[int, Block] = {}
@@ -197,11 +198,14 @@ class Races(TorchDispatchMode):
 
     @contextlib.contextmanager
     def use(self, stream: FakeStream) -> Iterator[None]:
+        assert stream not in self._open, "torch.Stream cannot be entered while it is open (torch 2.11)"
         before, self.current = self.current, stream
+        self._open.append(stream)
         try:
             yield
         finally:
             self.current = before
+            self._open.remove(stream)
 
 
 def _plain(value: Any) -> list[torch.Tensor]:
