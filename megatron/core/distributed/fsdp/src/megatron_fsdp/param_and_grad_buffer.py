@@ -136,6 +136,7 @@ class ParamAndGradBuffer:
     @torch.no_grad()
     def zero_grad(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Forgets and detaches the gradients of `params` (None: of all); frees buffers that hold no others."""
+        self._schedule.end_interrupted_backward()
         self._schedule.wait_for_reductions()  # what is dropped here may still be read there
         chosen = None if params is None else {id(param) for param in params}
         for group, members in self._trained_groups():

@@ -17,6 +17,7 @@ def check_not_taken(schedule: Schedule, action: str) -> None:
 
 def check_idle(schedule: Schedule, action: str) -> None:
     """Raises RuntimeError if the model runs, or something else has put its parameters in the modules."""
+    schedule.end_interrupted_backward()
     if schedule.is_running:
         raise RuntimeError(
             f"{action} inside the model's forward or backward would take its weights away; call it before or after."

@@ -98,8 +98,8 @@ class Schedule:
 
     def pre_forward(self, unit: Unit) -> None:
         """The unit's module is about to run. **Collective**."""
-        if self._in_backward:  # the last one raised before its end
-            self._abandon_backward()
+        if self._in_backward:
+            self.end_interrupted_backward()
         call = None
         if unit.is_root:
             call = self._begin_forward()
@@ -324,8 +324,10 @@ class Schedule:
             unit.joins_backward |= unit.is_in_backward
             unit.is_in_backward = False
 
-    def _abandon_backward(self) -> None:
-        """Forgets a backward that was interrupted by an exception, and its gradients."""
+    def end_interrupted_backward(self) -> None:
+        """Releases what a backward that raised has left behind, and forgets its gradients; nothing if none did."""
+        if not self._in_backward or in_backward():
+            return
         self._reducer.wait()
         for group in (group for unit in self.units for group in unit.groups if group.main_grad is not None):
             group.main_grad.discard()
@@ -338,8 +340,7 @@ class Schedule:
 
     def finish_reductions(self) -> None:
         """Finalizes what is still open, and makes the current stream wait for every reduction. **Collective**."""
-        if self._in_backward:  # the last one raised before its end
-            self._abandon_backward()
+        self.end_interrupted_backward()
         self._join_gradients()
         self._reduce_strays()  # of a backward that went through no unit's output
         self.finalize_open()
