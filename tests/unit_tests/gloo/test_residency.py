@@ -106,6 +106,22 @@ def test_a_budget_without_effect_is_told_by_the_first_rank(ranks2: RankPool) -> 
     assert "residency_bytes=3 has no effect: no unit's weights come and go" in whole[0]
 
 
+def job_differing() -> list[bool]:
+    """Whether units stay where ranks have different budgets, all of them large, and one of them small."""
+    wanted = case("integers", EVERYTHING if dist.get_rank() else 10**40, strategy=3)
+    small = case("integers", 3 if dist.get_rank() else EVERYTHING, strategy=3)
+    kept = []
+    for each in (wanted, small):
+        model, _ = build_sharded(TASKS["integers"].build, each.recipe, each.sharding)
+        kept.append(any(unit.is_resident for unit in model._schedule.units))
+    return kept
+
+
+def test_the_least_budget_of_all_ranks_counts(ranks2: RankPool) -> None:
+    """Where ranks took half of what was free on each, those that kept less waited for the others for ever."""
+    assert ranks2.run(job_differing) == [[True, False]] * 2
+
+
 @dataclasses.dataclass(eq=False)
 class Sized:
     """As much of a unit as residency reads."""

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 #: Of free memory; the rest is left to fragments and to what the first step did not need.
 _USABLE = 0.9
 _MIB = 2**20
+#: More than any memory, and a number that ranks can tell each other.
+_MOST = 2**62
 
 
 def keep_resident(order: Sequence[Unit], budget_nbytes: int) -> int:
@@ -47,14 +49,20 @@ def _warn(units: Sequence[Unit], budget_nbytes: int) -> None:
 
 
 class Residency:
-    """Spends the budget: a given one when the model is built, else what the first step leaves free."""
+    """Spends the budget: the least given one when the model is built, else what the first step leaves free.
+
+    **Collective** to build, with a budget.
+    """
 
     def __init__(self, forum: Forum, device: Device, budget_nbytes: int | None):
         self._forum = forum
         self._device = device
         self._is_open = budget_nbytes is None and device.is_cuda and bool(forum.units)
-        if budget_nbytes and not keep_resident(forum.units, budget_nbytes) and dist.get_rank() == 0:
-            _warn(forum.units, budget_nbytes)
+        if budget_nbytes:
+            # What ranks worked out from their free memory differs: some would not gather what others wait for.
+            budget_nbytes = -forum.highest([-min(budget_nbytes, _MOST)])[0]
+            if not keep_resident(forum.units, budget_nbytes) and dist.get_rank() == 0:
+                _warn(forum.units, budget_nbytes)
 
     def decide(self) -> None:
         """After a step, once: finds the budget if none was given. **Collective** then."""
