@@ -60,7 +60,7 @@ def test_bf16_training_is_the_same_under_every_strategy() -> None:
 def test_gradients_of_linear_layers_are_computed_where_they_are_reduced_from() -> None:
     in_bf16, in_fp32 = launch("in_place", ("bfloat16",), ("float32",))
     for found in (in_bf16, in_fp32):
-        assert found["lent"]["weights"] == 6  # the embedding's, in 6 steps
+        assert found["lent"]["weights"] == 6 * (1 + 1)  # the embedding's and, in the root, the output layer's
         assert found["copied"]["weights"] == 6 * (1 + 2 * 6 + 1)
     assert in_bf16["lent"]["losses"] == in_bf16["copied"]["losses"]  # the same products
     # These are not rounded to bf16 before they are summed.

@@ -178,9 +178,14 @@ uncompiled = _disable_dynamo
 def multiplies_into(dtype: torch.dtype, wider: torch.dtype, device_type: str) -> bool:
     """Matrices of `dtype` can be multiplied into one of the dtype `wider` without being rounded (`out_dtype`).
 
-    torch 2.11 to 2.13, on CUDA.
+    And a parameter can have such a gradient (`grad_dtype`). torch 2.11 to 2.13, on CUDA.
     """
-    if device_type != "cuda" or wider is not torch.float32 or dtype not in (torch.bfloat16, torch.float16):
+    if (
+        not hasattr(torch.Tensor, "grad_dtype")
+        or device_type != "cuda"
+        or wider is not torch.float32
+        or dtype not in (torch.bfloat16, torch.float16)
+    ):
         return False
     factor = torch.ones(16, 16, dtype=dtype, device=device_type)
     try:
