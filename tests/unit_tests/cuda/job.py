@@ -179,7 +179,7 @@ def resting_memory(strategy: int) -> dict[str, float]:
     return {"excess": (resting - baseline - held) / held, "peak_units": (peak - resting - grads) / unit}
 
 
-def buffered(strategy: int, comm: str, options: dict[str, bool], width: int = 2048, rows: int = 64) -> dict[str, Any]:
+def buffered(strategy: int, comm: str, options: dict[str, bool]) -> dict[str, Any]:
     """Losses, what the allocator did from the third step on, and what was registered, of 8 steps with `options`."""
     gc.collect()  # what the case before has left
     torch.cuda.empty_cache()
@@ -188,14 +188,14 @@ def buffered(strategy: int, comm: str, options: dict[str, bool], width: int = 20
     config = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy, **options)
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=getattr(torch, comm))
     units = [nn.Sequential, nn.Embedding]
-    ours = MegatronFSDP(model(width, 8).bfloat16().cuda(), index, config, policy, fsdp_unit_modules=units)
+    ours = MegatronFSDP(model(2048, 8).bfloat16().cuda(), index, config, policy, fsdp_unit_modules=units)
     optimizer = fully_shard_optimizer(torch.optim.SGD(ours.parameters(), lr=0.1))
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses, reserved = [], []
     for step in range(8):
         if step == 2:
             torch.cuda.reset_peak_memory_stats()
-        batch = tuple(torch.randint(0, VOCAB, (rows, 32), generator=generator).cuda() for _ in range(2))
+        batch = tuple(torch.randint(0, VOCAB, (64, 32), generator=generator).cuda() for _ in range(2))
         loss = loss_of(ours, batch)
         loss.backward()
         optimizer.step()

@@ -45,11 +45,12 @@ def test_units_that_take_turns_lose_no_bit_and_no_memory(comm: str) -> None:
     assert plain["regions"] == 0 < buffered[0]["regions"] < buffered[1]["regions"]
 
 
-def test_hardly_more_is_reserved_than_allocated_where_segments_can_grow() -> None:
-    growing = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    # Weights that come and go on one stream leave what another stream cannot use; activations are most of a real peak.
-    (result,) = measured((3, "bfloat16", {}, 4096, 4096), **growing)
-    assert result["reserved_over_allocated"] < 1.05
+def test_less_is_reserved_where_segments_can_grow() -> None:
+    # What one stream has left another cannot use, so models this small keep more than the 4 % of the benchmark's 8B.
+    (plain,) = measured((3, "bfloat16", {}))
+    (growing,) = measured((3, "bfloat16", {}), PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+    assert growing["losses"] == plain["losses"]
+    assert growing["reserved_over_allocated"] < 1.25 < plain["reserved_over_allocated"]
 
 
 @pytest.mark.parametrize("comm", ["float32", "bfloat16"])

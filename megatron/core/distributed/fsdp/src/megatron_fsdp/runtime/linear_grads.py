@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_fsdp.machine.torch_compat import accumulates_gradient, is_transformed, multiply_into
+from megatron_fsdp.machine.torch_compat import accumulates_gradient, graph_task, is_transformed, multiply_into
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Place, Unit, contains
 
-LEAST_NUMEL = 2**22
-"""Elements of a weight from which on it pays: a GPU copies a million of them in 1.7 us, and a call costs the host 9 us
-(docs/performance.md)."""
+LEAST_NUMEL = 2**25
+"""Elements of a weight from which on it pays. An H200 copies a million bf16 gradients in 1.7 us beside other work, and
+the layer's call and its backward take 25 us more of the host than torch's (docs/performance.md)."""
 
 
 def install(schedule: Schedule) -> None:
@@ -25,6 +25,7 @@ def install(schedule: Schedule) -> None:
     layers: of a subclass, or with a `forward` of its own, nobody knows what it computes. Not in a unit around others,
     whose gradients would lie in a communication buffer all the while that theirs come and go.
     """
+    tasks = _Tasks()
     for unit in schedule.units:
         if any(contains(unit, other) for other in schedule.units if other is not unit):
             continue
@@ -35,7 +36,7 @@ def install(schedule: Schedule) -> None:
             for slot, raw in enumerate(group.params):
                 if type(raw) is nn.Parameter and raw.numel() >= LEAST_NUMEL:
                     raw.grad_dtype = None  # as it is computed, even if that is wider than the weight
-                    _install(_Lender(schedule, unit, number, slot), places[id(raw)])
+                    _install(_Lender(schedule, unit, number, slot, tasks), places[id(raw)])
 
 
 def _install(lender: _Lender, places: Iterable[Place]) -> None:
@@ -45,16 +46,32 @@ def _install(lender: _Lender, places: Iterable[Place]) -> None:
             module.forward = _LinearForward(module, lender)
 
 
+class _Tasks:
+    """What becomes of the gradients that autograd's graph tasks compute; each is asked once, for all its leaves."""
+
+    def __init__(self) -> None:
+        self._task = -1
+        self._accumulates = False
+
+    def accumulates(self, leaf: torch.Tensor) -> bool:
+        """The running task accumulates into `leaf.grad`; it does not hand gradients to somebody who keeps them."""
+        task = graph_task()
+        if task != self._task:
+            self._task, self._accumulates = task, accumulates_gradient(leaf)
+        return self._accumulates
+
+
 class _Lender:
     """Where the gradient of one weight goes. Like hooks it keeps nothing alive."""
 
-    def __init__(self, schedule: Schedule, unit: Unit, number: int, slot: int):
+    def __init__(self, schedule: Schedule, unit: Unit, number: int, slot: int, tasks: _Tasks):
         self._schedule = weakref.ref(schedule)
         self._unit = weakref.ref(unit)
         self._number = number
         """Of the unit's groups the one that the weight is in."""
         self._slot = slot
         self._raw = weakref.ref(unit.groups[number].params[slot])
+        self._tasks = tasks
         self._device_type = unit.groups[number].facts.device.type
 
     def serves(self, weight: torch.Tensor, x: torch.Tensor) -> bool:
@@ -77,7 +94,7 @@ class _Lender:
         schedule, unit = self._schedule(), self._unit()
         if schedule is None or unit is None or torch.is_grad_enabled():  # differentiated again
             return None
-        if not accumulates_gradient(self._raw()):  # but handed to somebody who keeps it
+        if not self._tasks.accumulates(self._raw()):
             return None
         return schedule.lend_gradient(unit, unit.groups[self._number], self._slot)
 
@@ -91,8 +108,8 @@ class _LinearForward:
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """What `nn.Linear` computes."""
-        module = self._module()
-        weight, bias = module.weight, module.bias
+        params = self._module()._parameters  # not through the module: the host must run ahead of the device
+        weight, bias = params["weight"], params["bias"]
         if self._lender.serves(weight, input):
             return _Linear.apply(input, weight, bias, self._lender)
         return F.linear(input, weight, bias)
@@ -118,7 +135,7 @@ class _Linear(torch.autograd.Function):
         of_input, of_weight, of_bias, _ = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
         return (
-            grad @ weight if of_input else None,
+            rows.mm(weight).view(x.shape) if of_input else None,
             ctx.lender.product(rows.t(), x.reshape(-1, x.shape[-1])) if of_weight else None,
             rows.sum(0) if of_bias else None,
             None,

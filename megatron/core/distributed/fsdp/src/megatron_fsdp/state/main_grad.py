@@ -122,7 +122,7 @@ class MainGrad:
         if slot in self._lent:
             return None
         self._lent.add(slot)
-        return self._stage().view(slot)
+        return self._spans[slot].view(self._stage().data)
 
     def _stage(self) -> FlatBuffer:
         """This backward's unreduced gradients, whole, in the dtype in which they travel or else accumulate."""
