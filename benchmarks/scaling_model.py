@@ -83,10 +83,10 @@ def step(machine: Machine, work: Work, hosts: int, *, is_hybrid: bool, gpus: int
 
 #: Measured on 4 H200 of one host (docs/performance.md): what, the work, milliseconds.
 MEASURED = (
-    ("8B, 4096 tokens", Work(compute_s=0.378), 444.8),
+    ("8B, 4096 tokens", Work(compute_s=0.3726), 429.2),
     ("8B, 4096 tokens, resident", Work(compute_s=0.378, is_resident=True), 431.2),
-    ("8B, 4096 tokens, gradients in fp32", Work(compute_s=0.378, grad_nbytes=4 * 8.03e9), 455.0),
-    ("8B, 4096 tokens, 4 micro-batches", Work(compute_s=0.371, microbatches=4), 1734.9),
+    ("8B, 4096 tokens, gradients in fp32", Work(compute_s=0.3726, grad_nbytes=4 * 8.03e9), 450.5),
+    ("8B, 4096 tokens, 4 micro-batches", Work(compute_s=0.371, microbatches=4), 1696.2),
     ("8B, 4096 tokens, 4 micro-batches, resident", Work(compute_s=0.371, microbatches=4, is_resident=True), 1618.3),
 )
 
