@@ -20,7 +20,7 @@ def with_saved_rows(leaves: Mapping[str, Any], stored: Stored, vocab_size: int) 
 
 def _with_saved_rows(name: str, value: Any, stored: Stored, vocab_size: int) -> Any:
     parameter = name.removeprefix(STATE).rpartition(".")[0] if name.startswith(STATE) else name
-    if not isinstance(value, DTensor) or not parameter.endswith(ROWS_OF_VOCABULARY):
+    if not isinstance(value, DTensor) or not f".{parameter}".endswith(ROWS_OF_VOCABULARY):
         return value
     saved = stored.shape(stored.find(name) or "")
     is_padding = saved is not None and saved[1:] == value.shape[1:] and saved[0] != value.shape[0] >= vocab_size

@@ -14,6 +14,8 @@ from tests.unit_tests.training.runs import Outcome, train
 
 RUN = "--train-iters 3 --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 "
 EMBEDDING = "embedding.word_embeddings.weight"
+TABLES = (EMBEDDING, "output_layer.weight")
+UNTIED = "--untie-embeddings-and-output-weights "
 
 
 def run_all(*flags: str) -> list[Outcome]:
@@ -112,8 +114,8 @@ def test_a_value_in_the_place_of_a_tensor_is_told(mcore_ranks1, saved, tmp_path)
         mcore_ranks1.run_expecting(ValueError, message, run_all, f"--load {tmp_path / kind}")
 
 
-def loaded(flags: str) -> dict[str, torch.Tensor]:
-    """The embedding and its moments right after a checkpoint was read."""
+def loaded(flags: str) -> dict[str, dict[str, torch.Tensor]]:
+    """The tables of the vocabulary and their moments right after a checkpoint was read."""
     from megatron.training.callbacks import Callback
     from megatron.training.checkpoint.nested import flattened
 
@@ -121,32 +123,38 @@ def loaded(flags: str) -> dict[str, torch.Tensor]:
 
     class Grab(Callback):
         def start(self, run):
-            found["weight"] = dict(run.model.named_parameters())["module." + EMBEDDING].full_tensor().clone()
+            weights = dict(run.model.named_parameters())
             state = flattened(run.optimizer.fqn_state_dict()["state"])
-            found.update({key: state[f"{EMBEDDING}.{key}"].full_tensor().clone() for key in ("exp_avg", "exp_avg_sq")})
+            for table in TABLES:
+                found[table] = {"weight": weights["module." + table].full_tensor().clone()}
+                moments = {key: state[f"{table}.{key}"].full_tensor().clone() for key in ("exp_avg", "exp_avg_sq")}
+                found[table].update(moments)
 
-    train(RUN + flags, callbacks=[Grab()])
+    train(RUN + UNTIED + flags, callbacks=[Grab()])
     return found
 
 
-def test_another_padding_keeps_the_rows_of_every_id(mcore_ranks1, mcore_ranks2, saved, tmp_path):
-    _, folder = saved
-    before = {
-        "weight": f"model.module.{EMBEDDING}",
-        **{key: f"optimizer.state.{EMBEDDING}.{key}" for key in ("exp_avg", "exp_avg_sq")},
+def test_another_padding_keeps_the_rows_of_every_id(mcore_ranks1, mcore_ranks2, tmp_path):
+    mcore_ranks1.run(run_all, f"{UNTIED} --save {tmp_path / 'first'}")
+    source = open_source(tmp_path / "first")
+    keys = {
+        "weight": "model.module.{}",
+        "exp_avg": "optimizer.state.{}.exp_avg",
+        "exp_avg_sq": "optimizer.state.{}.exp_avg_sq",
     }
-    before = {key: open_source(folder)[name].read() for key, name in before.items()}
-    more = f"--padded-vocab-size 192 --load {folder} "
-    for found in mcore_ranks2.run(loaded, more + f"--no-load-rng --save {tmp_path}"):
-        for key, value in before.items():
-            assert found[key].shape == (192, 32) and found[key][:128].equal(value), key
-        assert not found["exp_avg"][128:].any() and found["weight"][128:].any(), "padding starts as in a new run"
-    fewer = (
-        f"--train-iters 4 --lr-decay-iters 3 --tensor-model-parallel-size 2 --padded-vocab-size 128 --load {tmp_path}"
-    )
-    stored = open_source(tmp_path)[f"model.module.{EMBEDDING}"].read()
-    for found in mcore_ranks2.run(loaded, fewer):
-        assert found["weight"].equal(stored[:128]) and stored.shape == (192, 32)
+    before = {table: {key: source[name.format(table)].read() for key, name in keys.items()} for table in TABLES}
+    more = f"--train-iters 4 --lr-decay-iters 3 --padded-vocab-size 192 --load {tmp_path / 'first'} "
+    for tables in mcore_ranks2.run(loaded, more + f"--no-load-rng --save {tmp_path / 'more'}"):
+        for table, found in tables.items():
+            for key, value in before[table].items():
+                assert found[key].shape == (192, 32) and found[key][:128].equal(value), (table, key)
+            assert not found["exp_avg"][128:].any() and found["weight"][128:].any(), "padding starts as in a new run"
+    fewer = f"--train-iters 5 --lr-decay-iters 3 --load {tmp_path / 'more'} "
+    fewer += "--tensor-model-parallel-size 2 --padded-vocab-size 128"
+    stored = {table: open_source(tmp_path / "more")[f"model.module.{table}"].read() for table in TABLES}
+    for tables in mcore_ranks2.run(loaded, fewer):
+        for table, found in tables.items():
+            assert found["weight"].equal(stored[table][:128]) and stored[table].shape == (192, 32)
 
 
 def test_a_checkpoint_lacks_ids_of_the_tokenizer(mcore_ranks1, saved):
