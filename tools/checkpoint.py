@@ -196,7 +196,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends.
         return _EXIT_BROKEN_PIPE
     except (ValueError, OSError) as error:
-        print(f"checkpoint: error: {error}", file=sys.stderr)
+        said = str(error).replace("--ckpt-step", "--step")  # the training loop's flag for the same
+        print(f"checkpoint: error: {said}", file=sys.stderr)
         return 2
 
 

@@ -3,12 +3,16 @@
 A new feature is a callback or a function call here, never a branch.
 """
 
+import logging
+
 from megatron.training.callbacks import Callback
 from megatron.training.checkpoint.save import Saver, saving
 from megatron.training.evaluate import validate
 from megatron.training.state import Run, is_due
 from megatron.training.step import train_step
 from megatron.training.stopping import Stopper
+
+logger = logging.getLogger(__name__)
 
 
 def train(run: Run, callbacks: Callback, stopper: Stopper) -> str | None:
@@ -20,6 +24,8 @@ def train(run: Run, callbacks: Callback, stopper: Stopper) -> str | None:
 def _train(run: Run, callbacks: Callback, stopper: Stopper, saver: Saver) -> str | None:
     config, saved_at = run.config, run.state.iteration
     reason = None
+    if saved_at >= run.plan.train_iters:
+        logger.info("nothing to train: iteration %d of %d is done", saved_at, run.plan.train_iters)
     while run.state.iteration < run.plan.train_iters and reason is None:
         callbacks.before_step(run)
         result = train_step(run)

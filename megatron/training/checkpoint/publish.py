@@ -154,6 +154,8 @@ def _delete(disk: Disk, folder: Path) -> None:
             delete_tree(disk, folder)
         else:  # A file or a link in the place of a checkpoint.
             disk.delete_file(folder)
+    except FileNotFoundError:  # another run, whose save tidied up at the same time, has
+        return
     except OSError as error:
         logger.warning("%s cannot be deleted (%s); delete it when no run writes to it", folder, error.strerror)
 

@@ -68,7 +68,8 @@ class Saver:
             if newer:
                 logger.warning(
                     "--save %s already has %s%s, and this run begins at iteration %d: it will replace what it meets "
-                    "and make its own the latest; pass --load %s to go on from there, or another --save",
+                    "and make its own the latest; pass --load %s without --ckpt-step to go on from there, or another "
+                    "--save",
                     root,
                     newer[-1],
                     f" and {len(newer) - 1} before it" if len(newer) > 1 else "",
@@ -198,7 +199,9 @@ class Saver:
             if self._partial is not None:
                 discard(self._disk, self._partial)
             self._release()
-            raise SaveError(f"iteration {iteration} cannot be saved: {_why(error)}") from error
+            raise SaveError(
+                f"iteration {iteration} cannot be saved to {self._checkpoint.save}: {_why(error)}"
+            ) from error
 
     def _release(self) -> None:
         if self._partial is not None:

@@ -37,7 +37,8 @@ def load_schedule(run: Run, saved: Mapping[str, Any], own_groups: list[dict[str,
     saved = {**saved, **{name: own[name] for name in _without_effect(scheduler, saved)}}
     different = [name for name in _FLAGS if name in saved and saved[name] != own[name]]
     if different and not (config.override_opt_param_scheduler or config.use_checkpoint_opt_param_scheduler):
-        parts = "; ".join(_difference(run, name, own[name], saved[name]) for name in different)
+        # A constant weight decay is two parts of the schedule and one flag.
+        parts = "; ".join(dict.fromkeys(_difference(run, name, own[name], saved[name]) for name in different))
         raise ValueError(
             f"the schedule is not the checkpoint's: {parts}; pass the checkpoint's values, or "
             "--override-opt-param-scheduler to take this run's schedule, or --use-checkpoint-opt-param-scheduler to "

@@ -215,3 +215,16 @@ def test_a_bare_state_dict_is_where_tuning_begins(mcore_ranks1, saved, tmp_path)
         run_all, f"--load {folder} --finetune", f"--load {tmp_path / 'converted'} --finetune"
     )[0]
     assert begun.losses == tuned.losses
+
+
+def start_where_it_ends(folder: Path) -> list[str]:
+    from megatron.training import loop
+
+    with mock.patch.object(loop, "logger") as log:
+        assert train(RUN + f"--load {folder}").losses == []
+    return [call.args[0] % call.args[1:] for call in log.info.call_args_list]
+
+
+def test_a_run_that_is_done_says_so(mcore_ranks1, saved, tmp_path):
+    write_folder({**open_source(saved[1] / "iter_0000003"), "iteration": 3}, tmp_path / "done")
+    assert mcore_ranks1.run(start_where_it_ends, tmp_path / "done") == [["nothing to train: iteration 3 of 3 is done"]]

@@ -158,6 +158,13 @@ def test_fused_weights_are_whole_in_one_file_and_for_megatron_lm(tmp_path):
     assert TOOL.main(["convert", str(tmp_path / "lacking"), str(tmp_path / "new.pt"), "--to", "torch"]) == 2
 
 
+def test_errors_name_the_tools_own_flag(tmp_path, capsys):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    assert TOOL.main(["verify", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "iter_0000007 does not exist; complete there: none, which --step chooses" in said
+
+
 def test_a_bare_state_dict_becomes_a_checkpoint_of_weights(tmp_path):
     weights = {FC1: torch.randn(6, 4), "norm": torch.ones(4)}
     torch.save(weights, tmp_path / "bare.pt")

@@ -256,3 +256,16 @@ def test_what_cannot_be_deleted_stops_no_save(tmp_path):
     assert load(tmp_path) == 20 and [hidden.kind for hidden in all_hidden(tmp_path)] == ["deleted"] * 2
     save(CrashingDisk(), tmp_path, 30)
     assert not list(all_hidden(tmp_path))
+
+
+class AlreadyDeleted(CrashingDisk):
+    """Another run deletes at the same time, and is faster."""
+
+    def delete_file(self, path):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+
+
+def test_what_another_run_deletes_is_no_news(tmp_path, caplog):
+    for iteration in (10, 10, 12):
+        save(AlreadyDeleted(), tmp_path, iteration)
+    assert load(tmp_path) == 12 and not caplog.records
