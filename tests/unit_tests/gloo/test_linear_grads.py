@@ -72,6 +72,12 @@ def in_autocast(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         return linear(x).float()
 
 
+def changed_in_place(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    by_batch, by_row = linear(x.view(2, -1, WIDTH)), [linear(row) for row in x]
+    by_batch[..., :2] = 0
+    return F.relu(by_batch, inplace=True).view(-1, WIDTH) + torch.stack([row.mul_(2) for row in by_row])
+
+
 def asked_for(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """A gradient that its asker keeps must not lie where others are written."""
     with torch.enable_grad():
@@ -224,6 +230,17 @@ def learn_beside_a_bias_and_what_is_not_plain() -> None:
     copied, found = trained(subclassed)
     assert copied == 2 * 2 * WIDTH * WIDTH
     assert set(found) == {"0.linear.weight", "1.linear.weight"}
+
+
+def change_outputs() -> None:
+    for bias in (False, True):
+        _, found = trained(lambda bias=bias: build(changed_in_place, bias=bias))
+        for name, expected in whole(lambda bias=bias: build(changed_in_place, bias=bias)).items():
+            torch.testing.assert_close(found[name], expected)
+
+
+def test_outputs_can_be_changed_in_place(ranks2: RankPool) -> None:
+    ranks2.run(change_outputs)
 
 
 def test_biases_are_copied_and_layers_of_ones_own_left_alone(ranks2: RankPool) -> None:

@@ -127,7 +127,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lender: _Lender) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.lender = lender
-        return F.linear(x, weight, bias)
+        # Of a batch torch gives a view of rows, and views that leave such a function cannot be changed in place.
+        return F.linear(x, weight, bias).data
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
