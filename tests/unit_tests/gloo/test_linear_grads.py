@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 from tests.unit_tests.harness.rank_pool import RankPool
 from tests.unit_tests.harness.reference import DtypePolicy
@@ -299,6 +300,56 @@ def copy_a_layer() -> None:
 
 def test_a_layer_cannot_be_copied(ranks2: RankPool) -> None:
     ranks2.run_expecting(NotImplementedError, "cannot be deep-copied", copy_a_layer)
+
+
+def prune_bias(linear: nn.Linear) -> None:
+    prune.l1_unstructured(linear, "bias", 2)
+
+
+def fix_bias(linear: nn.Linear) -> None:
+    fixed = linear.bias.detach()
+    del linear.bias
+    linear.register_buffer("bias", fixed)
+
+
+def shadow_weight(linear: nn.Linear) -> None:
+    def hook(module: nn.Linear, args: tuple) -> None:
+        vars(module)["weight"] = 2 * module._parameters["weight"]
+
+    def unhook(module: nn.Linear, args: tuple, output: torch.Tensor) -> None:
+        del vars(module)["weight"]
+
+    linear.register_forward_pre_hook(hook)
+    linear.register_forward_hook(unhook)
+
+
+def replaced_forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    return 2 * F.linear(input, module.weight, module.bias)
+
+
+def change_layers() -> None:
+    def changed(change: Callable[[nn.Linear], None]) -> nn.Module:
+        module = build(plainly, bias=True)
+        for layer in module:
+            change(layer.linear)
+        return module
+
+    def check(change: Callable[[nn.Linear], None]) -> None:
+        _, found = trained(lambda: changed(change))
+        for name, expected in whole(lambda: changed(change)).items():
+            torch.testing.assert_close(found[name], expected)
+
+    for change in (prune_bias, fix_bias, shadow_weight):
+        check(change)
+    before, nn.Linear.forward = nn.Linear.forward, replaced_forward
+    try:
+        check(lambda linear: None)
+    finally:
+        nn.Linear.forward = before
+
+
+def test_layers_that_were_changed_compute_what_they_did(ranks2: RankPool) -> None:
+    ranks2.run(change_layers)
 
 
 def small_layers() -> int:

@@ -108,16 +108,36 @@ class _LinearForward:
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """What `nn.Linear` computes."""
-        params = self._module()._parameters  # not through the module: the host must run ahead of the device
-        weight, bias = params["weight"], params["bias"]
-        if self._lender.serves(weight, input):
-            return _Linear.apply(input, weight, bias, self._lender)
-        return F.linear(input, weight, bias)
+        module = self._module()
+        params = module._parameters  # not through the module: the host must run ahead of the device
+        weight = params.get("weight")
+        if self._lender.serves(weight, input) and _is_plain(module):
+            return _Linear.apply(input, weight, params["bias"], self._lender)
+        return type(module).forward(module, input)
 
     def __deepcopy__(self, memo: dict) -> _LinearForward:
         raise NotImplementedError(
             "a module of a sharded model cannot be deep-copied; copy it before sharding, or copy its state_dict()."
         )
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """It is still torch's own layer, and its `weight` and `bias` are its parameters of these names.
+
+    A pruned bias is an attribute, one that is not trained may be a buffer, and libraries replace `nn.Linear.forward`.
+    """
+    attributes = vars(module)
+    return (
+        type(module) is nn.Linear
+        and "bias" in attributes["_parameters"]
+        and "bias" not in attributes
+        and "weight" not in attributes
+        and getattr(nn.Linear.forward, "__globals__", None) is _TORCHS
+    )
+
+
+_TORCHS = vars(torch.nn.modules.linear)
+"""Where torch's own `nn.Linear.forward` finds its names."""
 
 
 class _Linear(torch.autograd.Function):
