@@ -79,6 +79,14 @@ def changed_in_place(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return F.relu(by_batch, inplace=True).view(-1, WIDTH) + torch.stack([row.mul_(2) for row in by_row])
 
 
+def sparse(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return linear(x.detach().to_sparse()) + linear(x.detach().to_sparse_csr()) + x
+
+
+def nested(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return torch.cat(linear(torch.nested.as_nested_tensor([x[:1], x[1:]])).unbind())
+
+
 def asked_for(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """A gradient that its asker keeps must not lie where others are written."""
     with torch.enable_grad():
@@ -238,6 +246,18 @@ def change_outputs() -> None:
         _, found = trained(lambda bias=bias: build(changed_in_place, bias=bias))
         for name, expected in whole(lambda bias=bias: build(changed_in_place, bias=bias)).items():
             torch.testing.assert_close(found[name], expected)
+
+
+def give_other_layouts() -> None:
+    for use in (sparse, nested):
+        _, found = trained(lambda use=use: build(use, bias=True))
+        for name, expected in whole(lambda use=use: build(use, bias=True)).items():
+            torch.testing.assert_close(found[name], expected)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+def test_inputs_may_be_sparse_or_nested(ranks2: RankPool) -> None:
+    ranks2.run(give_other_layouts)
 
 
 def test_outputs_can_be_changed_in_place(ranks2: RankPool) -> None:

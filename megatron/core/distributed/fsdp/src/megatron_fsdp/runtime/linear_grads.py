@@ -80,6 +80,8 @@ class _Lender:
             weight is self._raw()
             and type(x) is torch.Tensor
             and x.dtype is weight.dtype
+            and x.layout is torch.strided  # not sparse
+            and not x.is_nested
             and torch.is_grad_enabled()
             and not torch.is_autocast_enabled(self._device_type)
             and not is_transformed()
