@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
@@ -289,6 +290,43 @@ def interrupt_and_ask() -> None:
 
 def test_what_was_not_accumulated_is_forgotten(ranks2: RankPool) -> None:
     ranks2.run(interrupt_and_ask)
+
+
+def keep_gradients(watch: str) -> list[torch.Tensor]:
+    """What hooks that were registered before sharding keep of this rank's own gradients."""
+    kept: list[torch.Tensor] = []
+    module = build(plainly)
+    for param in module.parameters():
+        if watch == "gradients":
+            param.register_hook(kept.append)
+        else:
+            param.register_post_accumulate_grad_hook(lambda param: kept.append(param.grad))
+    model = shard(module, Sharding(strategy=3, units=(Layer,)))
+    for seed in range(2):
+        model.is_last_microbatch = seed == 1
+        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed))
+        model(x * (1 + dist.get_rank())).square().sum().backward()
+    model.finish_grad_sync()
+    return kept
+
+
+def keep_gradients_of_either_kind(watch: str) -> None:
+    from megatron_fsdp.runtime import linear_grads
+
+    before, linear_grads.LEAST_NUMEL = linear_grads.LEAST_NUMEL, 2**62
+    try:
+        expected = keep_gradients(watch)
+    finally:
+        linear_grads.LEAST_NUMEL = before
+    found = keep_gradients(watch)
+    assert len(found) == len(expected) == 4
+    for grad, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(grad, other)
+
+
+@pytest.mark.parametrize("watch", ["gradients", "parameters"])
+def test_a_gradient_that_a_hook_keeps_is_not_overwritten(ranks2: RankPool, watch: str) -> None:
+    ranks2.run(keep_gradients_of_either_kind, watch)
 
 
 def penalize_slopes() -> None:

@@ -61,6 +61,11 @@ def accumulates_gradient(leaf: torch.Tensor) -> bool:
         return False
 
 
+def has_hooks(leaf: torch.Tensor) -> bool:
+    """Hooks see the gradients of `leaf` (`_backward_hooks`: torch 1.0 to 2.13; the other one's: torch 2.1 to 2.13)."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
 def is_transformed() -> bool:
     """The compiler traces what runs, or a transform of torch.func or a forward-mode derivative looks at it.
 

@@ -9,7 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_fsdp.machine.torch_compat import accumulates_gradient, graph_task, is_transformed, multiply_into
+from megatron_fsdp.machine.torch_compat import (
+    accumulates_gradient,
+    graph_task,
+    has_hooks,
+    is_transformed,
+    multiply_into,
+)
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Place, Unit, contains
 
@@ -96,7 +102,8 @@ class _Lender:
         schedule, unit = self._schedule(), self._unit()
         if schedule is None or unit is None or torch.is_grad_enabled():  # differentiated again
             return None
-        if not self._tasks.accumulates(self._raw()):
+        raw = self._raw()
+        if has_hooks(raw) or not self._tasks.accumulates(raw):  # somebody may keep it
             return None
         return schedule.lend_gradient(unit, unit.groups[self._number], self._slot)
 
