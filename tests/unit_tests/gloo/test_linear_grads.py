@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
+from torch.overrides import TorchFunctionMode
 
 from tests.unit_tests.harness.rank_pool import RankPool
 from tests.unit_tests.harness.reference import DtypePolicy
@@ -101,8 +103,27 @@ def slope(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return linear(x) + tangent
 
 
+class Doubling(TorchFunctionMode):
+    """Doubles what linear layers compute."""
+
+    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return 2 * result if func is F.linear else result
+
+
+def in_mode(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    with Doubling():
+        return linear(x)
+
+
+def on_device(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    with torch.device("cpu"):
+        return linear(x)
+
+
 USES = (
     plainly, twice, also_by_hand, by_hand, row_by_row, transposed, without_rows, mapped, in_autocast, asked_for, slope,
+    in_mode, on_device,
 )  # fmt: skip
 
 
@@ -173,9 +194,10 @@ def test_gradients_are_right_however_a_layer_is_used_and_copied_only_where_they_
     every = 2 * 2 * WIDTH * WIDTH  # micro-batches and layers
     for copies in ranks2.run(use_in_every_way, 3, USES, options):
         by_use = dict(zip(USES, copies, strict=True))
-        assert [by_use[use] for use in (plainly, transposed, without_rows, asked_for)] == [0] * 4
+        assert [by_use[use] for use in (plainly, transposed, without_rows, asked_for, on_device)] == [0] * 5
         # Of two gradients autograd makes a third.
-        assert [by_use[use] for use in (twice, also_by_hand, by_hand, mapped, in_autocast, slope)] == [every] * 6
+        others = (twice, also_by_hand, by_hand, mapped, in_autocast, slope, in_mode)
+        assert [by_use[use] for use in others] == [every] * len(others)
 
 
 @pytest.mark.parametrize("strategy", [1, 2])

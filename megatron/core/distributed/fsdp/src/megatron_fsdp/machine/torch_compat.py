@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._device import DeviceContext
 
 
 def in_backward() -> bool:
@@ -67,13 +68,15 @@ def has_hooks(leaf: torch.Tensor) -> bool:
 
 
 def is_transformed() -> bool:
-    """The compiler traces what runs, or a transform of torch.func or a forward-mode derivative looks at it.
+    """The compiler traces what runs, or a mode, a transform of torch.func or a forward-mode derivative looks at it.
 
-    (`_are_functorch_transforms_active`: torch 2.1 to 2.13; `_current_level`: torch 1.11 to 2.13.)
+    (`_are_functorch_transforms_active`: torch 2.1 to 2.13; `_current_level`: torch 1.11 to 2.13; the stack of modes,
+    on which `torch.set_default_device` lies as well: torch 2.0 to 2.13.)
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return True
-    return torch.autograd.forward_ad._current_level >= 0
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return torch.autograd.forward_ad._current_level >= 0 or any(type(mode) is not DeviceContext for mode in modes)
 
 
 def saving_checkpoint() -> int | None:
