@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from tests.unit_tests.harness.rank_pool import RankPool
 from tests.unit_tests.harness.reference import DtypePolicy
@@ -349,6 +350,40 @@ def keep_gradients_of_either_kind(watch: str) -> None:
 @pytest.mark.parametrize("watch", ["gradients", "parameters"])
 def test_a_gradient_that_a_hook_keeps_is_not_overwritten(ranks2: RankPool, watch: str) -> None:
     ranks2.run(keep_gradients_of_either_kind, watch)
+
+
+class Recomputing(nn.Module):
+    """A graph task inside the backward ends before the last layer has all of its gradient, if two forwards share it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (Layer(plainly) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(lambda x: self.first(self.second(x)), x.requires_grad_(), use_reentrant=True)
+        return self.last(torch.tanh(x))
+
+
+def share_a_backward(options: dict) -> None:
+    found = []
+    for is_sharded in (True, False):
+        torch.manual_seed(0)
+        module = Recomputing()
+        model = shard(module, Sharding(units=(Layer,), options=options)) if is_sharded else module
+        inputs = [torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+        sum(model(x).square().sum() for x in inputs).backward()
+        if is_sharded:
+            model.finish_grad_sync()
+            found.append(full_grads(model))
+        else:
+            found.append({name: param.grad for name, param in module.named_parameters()})
+    for name, expected in found[1].items():
+        torch.testing.assert_close(found[0][name], expected, msg=name)
+
+
+@pytest.mark.parametrize("options", [{}, {"fsdp_double_buffer": True}])
+def test_what_autograd_still_holds_is_not_overwritten(ranks2: RankPool, options: dict) -> None:
+    ranks2.run(share_a_backward, options)
 
 
 def penalize_slopes() -> None:

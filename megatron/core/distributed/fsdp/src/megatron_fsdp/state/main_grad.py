@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -58,8 +59,8 @@ class MainGrad:
         self._spent: torch.Tensor | None = None
         """A part that has been added again: kept until the stream that allocated it has waited for the addition."""
         self._staged: FlatBuffer | None = None
-        self._lent: set[int] = set()
-        """Parameters whose place in the staged gradients is taken."""
+        self._lent: dict[int, weakref.ref[torch.Tensor]] = {}
+        """Parameters whose place in the staged gradients is taken, with what was computed there."""
         # Worked out once: this is needed of every parameter in every backward, and the host must run ahead.
         self._spans = [Span.of(slot.shape, slot.start) for slot in facts.layout.slots]
         self._final_spans = [self.final.span(slot) for slot in range(len(facts.layout.slots))]
@@ -121,8 +122,9 @@ class MainGrad:
         """
         if slot in self._lent:
             return None
-        self._lent.add(slot)
-        return self._spans[slot].view(self._stage().data)
+        place = self._spans[slot].view(self._stage().data)
+        self._lent[slot] = weakref.ref(place)
+        return place
 
     def _stage(self) -> FlatBuffer:
         """This backward's unreduced gradients, whole, in the dtype in which they travel or else accumulate."""
@@ -137,6 +139,16 @@ class MainGrad:
         self._lent.clear()
         return staged
 
+    def _leave_what_is_held(self) -> None:
+        """Stages elsewhere if somebody still holds a gradient where it was computed.
+
+        Autograd does, until it has the last part of a parameter's gradient. Where a graph task runs inside another, the
+        group is reduced before, and would overwrite what is still to be accumulated (and reduced later).
+        """
+        if any(lent() is not None for lent in self._lent.values()):
+            held = self._unstage()
+            self._stage().data.copy_(held.data)  # others, of fused kernels, may be nowhere else
+
     def collect(self) -> FlatBuffer | None:
         """Takes the gradients that autograd left on the parameters, zero where it left none.
 
@@ -147,6 +159,7 @@ class MainGrad:
         """
         self.allocate()
         if self._plan.reduces_each_microbatch:
+            self._leave_what_is_held()
             self._write(self._stage(), accumulate=False)
             return self._unstage()
         self._restart_if_final()
