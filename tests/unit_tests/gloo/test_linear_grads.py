@@ -7,30 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.unit_tests.harness.linears import WIDTH, Layer, build, counted_copies, plainly, trained, whole
 from tests.unit_tests.harness.rank_pool import RankPool
 from tests.unit_tests.harness.reference import DtypePolicy
 from tests.unit_tests.harness.sharded import Sharding, full_grads, shard
-
-WIDTH = 4
-
-
-class Layer(nn.Module):
-    """A unit with a weight of its own, which `use` reads."""
-
-    def __init__(self, use: Callable[[nn.Linear, torch.Tensor], torch.Tensor], *, bias: bool = False) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=bias)
-        self.use = use
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.use(self.linear, x)
 
 
 class Doubled(nn.Linear):
@@ -38,10 +23,6 @@ class Doubled(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return 2 * F.linear(input, self.weight)
-
-
-def plainly(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return linear(x)
 
 
 def twice(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -75,20 +56,6 @@ def mapped(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 def in_autocast(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return linear(x).float()
-
-
-def changed_in_place(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    by_batch, by_row = linear(x.view(2, -1, WIDTH)), [linear(row) for row in x]
-    by_batch[..., :2] = 0
-    return F.relu(by_batch, inplace=True).view(-1, WIDTH) + torch.stack([row.mul_(2) for row in by_row])
-
-
-def sparse(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return linear(x.detach().to_sparse()) + linear(x.detach().to_sparse_csr()) + x
-
-
-def nested(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return torch.cat(linear(torch.nested.as_nested_tensor([x[:1], x[1:]])).unbind())
 
 
 def asked_for(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -126,56 +93,6 @@ USES = (
     plainly, twice, also_by_hand, by_hand, row_by_row, transposed, without_rows, mapped, in_autocast, asked_for, slope,
     in_mode, on_device,
 )  # fmt: skip
-
-
-def build(use: Callable, *, bias: bool = False) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(Layer(use, bias=bias), Layer(use, bias=bias))
-
-
-@contextlib.contextmanager
-def counted_copies() -> Iterator[list[int]]:
-    """Elements of gradients that are copied inside the context, in a list of one."""
-    from megatron_fsdp.state import main_grad
-
-    copied, write, copy_all = [0], main_grad.MainGrad._write, main_grad.foreach_copy_
-
-    def count(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        copied[0] += sum(source.numel() for source in sources)
-        copy_all(targets, sources)
-
-    def counting(*args, **kwargs) -> None:
-        main_grad.foreach_copy_ = count
-        try:
-            write(*args, **kwargs)
-        finally:
-            main_grad.foreach_copy_ = copy_all
-
-    main_grad.MainGrad._write = counting
-    try:
-        yield copied
-    finally:
-        main_grad.MainGrad._write = write
-
-
-def trained(build_model: Callable[[], nn.Module], strategy: int = 3, **options) -> tuple[int, dict[str, torch.Tensor]]:
-    """Elements copied, and gradients of two micro-batches, of a sharded model."""
-    model = shard(build_model(), Sharding(strategy=strategy, units=(Layer,), options=options))
-    with counted_copies() as copied:
-        for seed in range(2):
-            model.is_last_microbatch = seed == 1
-            x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed))
-            model(x).square().sum().backward()
-        model.finish_grad_sync()
-    return copied[0], full_grads(model)
-
-
-def whole(build_model: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
-    module = build_model()
-    for seed in range(2):
-        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed))
-        module(x).square().sum().backward()
-    return {name: param.grad for name, param in module.named_parameters()}
 
 
 def use_in_every_way(strategy: int, uses: tuple[Callable, ...], options: dict) -> list[int]:
@@ -265,29 +182,6 @@ def learn_beside_a_bias_and_what_is_not_plain() -> None:
     assert set(found) == {"0.linear.weight", "1.linear.weight"}
 
 
-def change_outputs() -> None:
-    for bias in (False, True):
-        _, found = trained(lambda bias=bias: build(changed_in_place, bias=bias))
-        for name, expected in whole(lambda bias=bias: build(changed_in_place, bias=bias)).items():
-            torch.testing.assert_close(found[name], expected)
-
-
-def give_other_layouts() -> None:
-    for use in (sparse, nested):
-        _, found = trained(lambda use=use: build(use, bias=True))
-        for name, expected in whole(lambda use=use: build(use, bias=True)).items():
-            torch.testing.assert_close(found[name], expected)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
-def test_inputs_may_be_sparse_or_nested(ranks2: RankPool) -> None:
-    ranks2.run(give_other_layouts)
-
-
-def test_outputs_can_be_changed_in_place(ranks2: RankPool) -> None:
-    ranks2.run(change_outputs)
-
-
 def test_biases_are_copied_and_layers_of_ones_own_left_alone(ranks2: RankPool) -> None:
     ranks2.run(learn_beside_a_bias_and_what_is_not_plain)
 
@@ -313,43 +207,6 @@ def interrupt_and_ask() -> None:
 
 def test_what_was_not_accumulated_is_forgotten(ranks2: RankPool) -> None:
     ranks2.run(interrupt_and_ask)
-
-
-def keep_gradients(watch: str) -> list[torch.Tensor]:
-    """What hooks that were registered before sharding keep of this rank's own gradients."""
-    kept: list[torch.Tensor] = []
-    module = build(plainly)
-    for param in module.parameters():
-        if watch == "gradients":
-            param.register_hook(kept.append)
-        else:
-            param.register_post_accumulate_grad_hook(lambda param: kept.append(param.grad))
-    model = shard(module, Sharding(strategy=3, units=(Layer,)))
-    for seed in range(2):
-        model.is_last_microbatch = seed == 1
-        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed))
-        model(x * (1 + dist.get_rank())).square().sum().backward()
-    model.finish_grad_sync()
-    return kept
-
-
-def keep_gradients_of_either_kind(watch: str) -> None:
-    from megatron_fsdp.runtime import linear_grads
-
-    before, linear_grads.LEAST_NUMEL = linear_grads.LEAST_NUMEL, 2**62
-    try:
-        expected = keep_gradients(watch)
-    finally:
-        linear_grads.LEAST_NUMEL = before
-    found = keep_gradients(watch)
-    assert len(found) == len(expected) == 4
-    for grad, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(grad, other)
-
-
-@pytest.mark.parametrize("watch", ["gradients", "parameters"])
-def test_a_gradient_that_a_hook_keeps_is_not_overwritten(ranks2: RankPool, watch: str) -> None:
-    ranks2.run(keep_gradients_of_either_kind, watch)
 
 
 class Recomputing(nn.Module):
@@ -415,56 +272,6 @@ def copy_a_layer() -> None:
 
 def test_a_layer_cannot_be_copied(ranks2: RankPool) -> None:
     ranks2.run_expecting(NotImplementedError, "cannot be deep-copied", copy_a_layer)
-
-
-def prune_bias(linear: nn.Linear) -> None:
-    prune.l1_unstructured(linear, "bias", 2)
-
-
-def fix_bias(linear: nn.Linear) -> None:
-    fixed = linear.bias.detach()
-    del linear.bias
-    linear.register_buffer("bias", fixed)
-
-
-def shadow_weight(linear: nn.Linear) -> None:
-    def hook(module: nn.Linear, args: tuple) -> None:
-        vars(module)["weight"] = 2 * module._parameters["weight"]
-
-    def unhook(module: nn.Linear, args: tuple, output: torch.Tensor) -> None:
-        del vars(module)["weight"]
-
-    linear.register_forward_pre_hook(hook)
-    linear.register_forward_hook(unhook)
-
-
-def replaced_forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    return 2 * F.linear(input, module.weight, module.bias)
-
-
-def change_layers() -> None:
-    def changed(change: Callable[[nn.Linear], None]) -> nn.Module:
-        module = build(plainly, bias=True)
-        for layer in module:
-            change(layer.linear)
-        return module
-
-    def check(change: Callable[[nn.Linear], None]) -> None:
-        _, found = trained(lambda: changed(change))
-        for name, expected in whole(lambda: changed(change)).items():
-            torch.testing.assert_close(found[name], expected)
-
-    for change in (prune_bias, fix_bias, shadow_weight):
-        check(change)
-    before, nn.Linear.forward = nn.Linear.forward, replaced_forward
-    try:
-        check(lambda linear: None)
-    finally:
-        nn.Linear.forward = before
-
-
-def test_layers_that_were_changed_compute_what_they_did(ranks2: RankPool) -> None:
-    ranks2.run(change_layers)
 
 
 def small_layers() -> int:
