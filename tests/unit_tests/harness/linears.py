@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,7 +38,8 @@ def counted_copies() -> Iterator[list[int]]:
     """Elements of gradients that are copied inside the context, in a list of one."""
     from megatron_fsdp.state import main_grad
 
-    copied, write, copy_all = [0], main_grad.MainGrad._write, main_grad.foreach_copy_
+    group = main_grad.MainGrad
+    copied, write, copy_all, leave = [0], group._write, main_grad.foreach_copy_, group._leave_what_is_held
 
     def count(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         copied[0] += sum(source.numel() for source in sources)
@@ -50,11 +52,16 @@ def counted_copies() -> Iterator[list[int]]:
         finally:
             main_grad.foreach_copy_ = copy_all
 
-    main_grad.MainGrad._write = counting
+    def leaving(self: Any) -> None:
+        before = self._staged
+        leave(self)
+        copied[0] += 0 if self._staged is before else self._staged.data.numel()
+
+    group._write, group._leave_what_is_held = counting, leaving
     try:
         yield copied
     finally:
-        main_grad.MainGrad._write = write
+        group._write, group._leave_what_is_held = write, leave
 
 
 def trained(build_model: Callable[[], nn.Module], strategy: int = 3, **options) -> tuple[int, dict[str, torch.Tensor]]:

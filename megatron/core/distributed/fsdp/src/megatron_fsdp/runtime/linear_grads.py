@@ -21,7 +21,7 @@ from megatron_fsdp.runtime.unit import Place, Unit, contains
 
 LEAST_NUMEL = 2**25
 """Elements of a weight from which on it pays. An H200 copies a million bf16 gradients in 1.7 us beside other work, and
-the layer's call and its backward take 25 us more of the host than torch's (docs/performance.md)."""
+the layer's call and its backward take 28 us more of the host than torch's (docs/performance.md)."""
 
 
 def install(schedule: Schedule) -> None:
