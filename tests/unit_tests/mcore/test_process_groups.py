@@ -97,6 +97,30 @@ def index_of_instances(ep: int, is_given: bool, outer: str) -> dict:
     return found | {"shape": tuple(index.dp_mesh().shape), "rank": rank, "outer": index.hsdp_outer_dp_shard}
 
 
+def beside_a_group_of_the_first_rank(instances: int) -> list[int] | str:
+    """Ranks of the communicator for gathers, or why there is none, where one rank is in one group more."""
+    from megatron_fsdp.mcore import create_all_gather_groups
+
+    initialize_groups()
+    mine = [dist.get_rank()]
+    try:
+        if mine == [0]:
+            dist.new_group(mine, use_local_synchronization=True)
+        groups = create_all_gather_groups(num_distributed_optimizer_instances=instances)
+        return ranks_of(groups.dp_cp_ag)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        if mine != [0]:  # later tests want as many on all ranks
+            dist.new_group(mine, use_local_synchronization=True)
+
+
+def test_ranks_in_unequal_numbers_of_groups_do_not_wait_for_each_other(mcore_ranks4: RankPool) -> None:
+    assert mcore_ranks4.run(beside_a_group_of_the_first_rank, 1) == [[0, 1, 2, 3]] * 4
+    for said in mcore_ranks4.run(beside_a_group_of_the_first_rank, 2):
+        assert "while all of them are in equally many groups" in said and "rank 0: " in said
+
+
 @pytest.mark.parametrize(
     ("ep", "is_given", "outer"), [(1, False, "no_shard"), (2, False, "optim"), (1, True, "optim"), (2, True, 0)]
 )

@@ -223,6 +223,11 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def memberships() -> int:
+    """Groups of which this rank is a member: torch names one that only its own ranks make by this (2.1 to 2.13)."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
 def nccl_backend(group: dist.ProcessGroup, device: torch.device) -> dist.Backend:
     """What `group` uses for CUDA tensors; memory pools are made and registered there (torch 2.7 to 2.13)."""
     return group._get_backend(device)

@@ -12,6 +12,7 @@ from megatron_fsdp.config import strategy_name
 from megatron_fsdp.dtensor import tensor_parallel_group
 from megatron_fsdp.machine.device import default_device_type
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
+from megatron_fsdp.machine.torch_compat import memberships
 from megatron_fsdp.plan.strategy import NO_SHARD
 
 DP_DIM = "dp_cp"
@@ -118,7 +119,7 @@ def create_all_gather_groups(
     made = {}
     for name, group in _whole_groups(groups, num_distributed_optimizer_instances).items():
         row, _ = _row_and_column(group, num_distributed_optimizer_instances)
-        made[f"{name}_ag"] = _new_group(row, f"{name}_ag".upper())
+        made[f"{name}_ag"] = _new_group(row, group, f"{name}_ag".upper())
     return AllGatherGroups(**made)
 
 
@@ -159,7 +160,7 @@ class _DataParallelGroups:
         inner, outer = (getattr(groups, part, None) for part in (f"intra_{name}", "inter_dist_opt"))
         if inner is None or outer is None:
             # megatron-core makes them only if it is told to, and only where einops is installed.
-            return cls(everyone, *map(_new_group, _row_and_column(everyone, instances)))
+            return cls(everyone, *(_new_group(ranks, everyone) for ranks in _row_and_column(everyone, instances)))
         wanted, came = _row_and_column(everyone, instances), tuple(map(dist.get_process_group_ranks, (inner, outer)))
         if came != wanted:
             raise ValueError(
@@ -260,9 +261,27 @@ def _size(groups: ProcessGroupCollection, name: str) -> int:
 
 def _group_of_one() -> dist.ProcessGroup:
     """A group of this rank alone."""
-    return _new_group([dist.get_rank()])
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
-def _new_group(ranks: list[int], name: str | None = None) -> dist.ProcessGroup:
-    # Only these ranks take part, so that other data-parallel groups need not be named in the same order here.
+def _new_group(ranks: list[int], within: dist.ProcessGroup, name: str | None = None) -> dist.ProcessGroup:
+    """A group of `ranks`, which are some of the ranks of `within`. **Collective** over these.
+
+    Raises:
+        RuntimeError: torch would name the group differently on different ranks, which then waited for each other.
+    """
+    if len(ranks) == dist.get_world_size():
+        return dist.new_group(ranks, group_desc=name)
+    # Otherwise only these ranks take part, so that other data-parallel groups need not be named in the same order here.
+    counts: list[int] = [0] * within.size()
+    dist.all_gather_object(counts, memberships(), group=within)
+    if len(set(counts)) > 1:
+        found = ", ".join(
+            f"rank {rank}: {n}" for rank, n in zip(dist.get_process_group_ranks(within), counts, strict=True)
+        )
+        raise RuntimeError(
+            "a process group of some data-parallel ranks can only be made while all of them are in equally many groups, "
+            f"by whose number torch names it; found {found}. Make groups of your own on all of these ranks alike, or "
+            "after the model is built; or give the groups of instances and gathers in pg_collection."
+        )
     return dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
