@@ -280,7 +280,7 @@ def _new_group(ranks: list[int], within: dist.ProcessGroup, name: str | None = N
             f"rank {rank}: {n}" for rank, n in zip(dist.get_process_group_ranks(within), counts, strict=True)
         )
         raise RuntimeError(
-            "a process group of some data-parallel ranks can only be made while all of them are in equally many groups, "
+            "a group of some data-parallel ranks can only be made while all of them are in equally many groups, "
             f"by whose number torch names it; found {found}. Make groups of your own on all of these ranks alike, or "
             "after the model is built; or give the groups of instances and gathers in pg_collection."
         )
