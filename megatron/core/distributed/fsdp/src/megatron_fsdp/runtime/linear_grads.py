@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -33,16 +33,22 @@ def install(schedule: Schedule) -> None:
     """
     tasks = _Tasks()
     for unit in schedule.units:
-        if any(contains(unit, other) for other in schedule.units if other is not unit):
+        large = list(_large_weights(unit))
+        if not large or any(contains(unit, other) for other in schedule.units if other is not unit):
             continue
         places = {id(param.raw): param.places for param in unit.params}
-        for number, group in enumerate(unit.groups):
-            if group.main_grad is None or not group.main_grad.lends:
-                continue
+        for number, slot, raw in large:
+            raw.grad_dtype = None  # as it is computed, even if that is wider than the weight
+            _install(_Lender(schedule, unit, number, slot, tasks), places[id(raw)])
+
+
+def _large_weights(unit: Unit) -> Iterator[tuple[int, int, nn.Parameter]]:
+    """Parameters whose gradients could be computed in place, each with its group's number and its place in that."""
+    for number, group in enumerate(unit.groups):
+        if group.main_grad is not None and group.main_grad.lends:
             for slot, raw in enumerate(group.params):
                 if type(raw) is nn.Parameter and raw.numel() >= LEAST_NUMEL:
-                    raw.grad_dtype = None  # as it is computed, even if that is wider than the weight
-                    _install(_Lender(schedule, unit, number, slot, tasks), places[id(raw)])
+                    yield number, slot, raw
 
 
 def _install(lender: _Lender, places: Iterable[Place]) -> None:

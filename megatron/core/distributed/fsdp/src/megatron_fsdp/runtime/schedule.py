@@ -44,6 +44,7 @@ class Schedule:
         self.watch = Watch(device)
         self._reducer = Reducer(config, device, scales, self.watch)
         self.lend_gradient = self._reducer.lend
+        """Called in backward by layers that can compute a gradient where it is reduced from."""
         self._gatherer = Gatherer(device, self.watch)
         self._prefetch = Prefetch.of(config)
         # Memory that goes when the model does must not be handed out again while another stream still uses it.
@@ -98,8 +99,7 @@ class Schedule:
 
     def pre_forward(self, unit: Unit) -> None:
         """The unit's module is about to run. **Collective**."""
-        if self._in_backward:
-            self.end_interrupted_backward()
+        self.end_interrupted_backward()
         call = None
         if unit.is_root:
             call = self._begin_forward()

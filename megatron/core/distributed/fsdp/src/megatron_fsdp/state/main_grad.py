@@ -211,7 +211,7 @@ class MainGrad:
 
     def _add(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if self.state is GradState.EMPTY:
-            # From bf16 to fp32 `copy_` does not vectorize on CUDA: it took 2.5 times as long as its bytes.
+            # 59 million elements from bf16 to fp32 take `copy_` 0.17 ms and this 0.11 (H200, torch 2.11).
             foreach_copy_([target], [source])
         else:
             target.add_(source)
