@@ -1,7 +1,9 @@
 """Time one data-parallel engine on one Llama-shaped model; every engine runs this same file.
 
 torchrun --nproc-per-node N benchmarks/fsdp_bench.py --engine {ours,fsdp2,mfsdp,ddp,nocomm} --size 8b --seq 4096 --grad-comm bf16
-Prints one JSON line on rank 0: step time (median, ms), tokens/s/GPU, MFU, peak memory (GiB), losses.
+Prints one JSON line on rank 0: step time (median, ms), time in which the host issued it, tokens/s/GPU, MFU, peak memory (GiB), losses.
+--pretend-ranks 8, without torchrun, is the first of 8 ranks whose collectives return at once and move nothing: memory and
+host time as on 8 GPUs, and a step without communication; its losses mean nothing.
 Weights, data and optimizer are seeded alike, so the losses of two engines are comparable.
 """
 import argparse, contextlib, json, math, os, statistics, time
@@ -219,6 +221,7 @@ def parser():
     ap.add_argument("--steps", type=int, default=12)
     ap.add_argument("--warmup", type=int, default=4)
     ap.add_argument("--trace", default="")
+    ap.add_argument("--pretend-ranks", type=int, default=0, help="be the first of so many ranks, whose collectives do nothing")
     ap.add_argument("--exact-init", action="store_true", help="ours: start from the same fp32 weights as fsdp2, to compare losses")
     return ap
 
@@ -227,11 +230,14 @@ def main():
     args = parser().parse_args()
     if args.steps <= args.warmup or min(args.mbs, args.seq, args.accum) < 1:
         raise SystemExit(f"error: --steps {args.steps} should be above --warmup {args.warmup}; --mbs, --seq, --accum at least 1")
-    rank = int(os.environ["RANK"])
-    local = int(os.environ["LOCAL_RANK"])
+    rank, local = (0, 0) if args.pretend_ranks else (int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(local)
     device = torch.device("cuda", local)
-    dist.init_process_group("nccl", device_id=device)
+    if args.pretend_ranks:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.pretend_ranks)
+    else:
+        dist.init_process_group("nccl", device_id=device)
     torch.manual_seed(0)
     t0 = time.time()
     model, opt, micro = make_engine(args, device)
@@ -240,7 +246,7 @@ def main():
     init_s = time.time() - t0
     torch.cuda.reset_peak_memory_stats()
     g = torch.Generator(device=device).manual_seed(777 + rank)
-    times, losses, ev = [], [], []
+    times, host_times, losses = [], [], []
     prof = None
     for step in range(args.steps):
         if args.trace and step == args.steps - 2:
@@ -248,6 +254,7 @@ def main():
         torch.cuda.synchronize(); dist.barrier()
         a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         a.record()
+        issue_s = time.perf_counter()
         total = 0.0
         for m in range(args.accum):
             tokens = torch.randint(0, vocab, (args.mbs, args.seq + 1), device=device, generator=g)
@@ -257,9 +264,12 @@ def main():
             total = total + loss.detach()
         opt.step()
         opt.zero_grad()
-        b.record(); torch.cuda.synchronize()
+        b.record()
+        issue_s = time.perf_counter() - issue_s
+        torch.cuda.synchronize()
         if step >= args.warmup:
             times.append(a.elapsed_time(b))
+            host_times.append(issue_s * 1e3)
         dist.all_reduce(total); losses.append(round(total.item() / dist.get_world_size(), 5))
     if prof is not None:
         prof.__exit__(None, None, None)
@@ -277,7 +287,9 @@ def main():
         print("RESULT " + json.dumps(dict(
             engine=args.engine, size=args.size, gpus=dist.get_world_size(), seq=args.seq, mbs=args.mbs, accum=args.accum,
             strategy=args.strategy, comm=args.grad_comm, units=args.units, ub=args.nccl_ub, db=args.double_buffer, residency=args.residency, copies=args.copy_engine, rc=args.recompute,
-            step_ms=round(med.item(), 1), min_ms=round(min(times), 1), max_ms=round(max(times), 1), tok_s_gpu=round(tok / s),
+            pretended=bool(args.pretend_ranks),
+            step_ms=round(med.item(), 1), min_ms=round(min(times), 1), max_ms=round(max(times), 1),
+            host_ms=round(statistics.median(host_times), 1), tok_s_gpu=round(tok / s),
             mfu=round(flops / s / PEAK_BF16, 4), alloc_gib=round(stats[0].item(), 2), reserved_gib=round(stats[1].item(), 2),
             init_s=round(init_s, 1), params_b=round(nparams / 1e9, 3), loss=[losses[0], losses[len(losses)//2], losses[-1]])), flush=True)
     dist.destroy_process_group()
