@@ -36,6 +36,10 @@ from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Unit
 
 PHASES = ("forward", "backward", "step")
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, lr=1e-6, foreach=False),
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-6, fused=True),
+}
 PARTS = {
     "hooks": (hooks._UnitHooks, ("pre_forward", "post_forward", "pre_backward")),
     "schedule": (Schedule, ("pre_forward", "post_forward", "pre_backward", "finish_backward")),
@@ -89,7 +93,7 @@ def build(options: argparse.Namespace, *, sharded: bool) -> Subject:
     """The model, of units alike."""
     torch.manual_seed(0)
     model = nn.Sequential(*(TinyUnit(options.params) for _ in range(options.units)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, foreach=False)
+    optimizer = OPTIMIZERS[options.optimizer](model.parameters())
     if sharded:
         model, optimizer = fully_shard(
             model, optimizer, fsdp_unit_modules=[TinyUnit], zero_dp_strategy=options.strategy
@@ -202,6 +206,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--params", type=int, default=9, help="parameters of a unit")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--strategy", default="optim_grads_params")
+    parser.add_argument("--optimizer", default="sgd", choices=OPTIMIZERS)
     parser.add_argument("--steps", type=int, default=30, help="steps of a repeat")
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--warmup", type=int, default=10, help="steps before all repeats")
@@ -229,7 +234,8 @@ def main(arguments: list[str] | None = None) -> dict:
         "us_per_unit": phases,
         "parts_us_per_unit": parts,
         "options": {
-            name: getattr(options, name) for name in ("units", "params", "ranks", "strategy", "steps", "repeats")
+            name: getattr(options, name)
+            for name in ("units", "params", "ranks", "strategy", "optimizer", "steps", "repeats")
         },
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
     }
