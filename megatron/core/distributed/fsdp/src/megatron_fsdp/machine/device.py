@@ -134,8 +134,9 @@ class Device:
         """An event recorded on the current stream."""
         if not self.is_cuda:
             return NullEvent()
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.torch_device))
+        # Not `torch.cuda.Event`, whose Python looks for the current stream first: this is native code throughout.
+        event = torch.Event(self.torch_device)
+        event.record()
         return event
 
     def record_moment(self) -> Moment:
