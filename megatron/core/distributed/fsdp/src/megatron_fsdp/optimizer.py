@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron_fsdp.optimizer_state import adopt_state, create_state, mark_state
+from megatron_fsdp.local_step import can_step_locally, local_step
+from megatron_fsdp.optimizer_state import adopt_state, compact_before_state, create_state, mark_state
 from megatron_fsdp.owner_step import (
     check_state_can_be_stored,
     check_whole,
@@ -64,6 +65,7 @@ def fully_shard_optimizer(
     optimizer.__deepcopy__ = _refuse_copy  # copy.deepcopy asks the instance
     _wrap_step(optimizer, model)
     _wrap_zero_grad(optimizer, model)
+    compact_before_state(optimizer)
     adopt_state(optimizer)
     optimizer.register_load_state_dict_post_hook(adopt_state)
     if _works_as_owner(optimizer):
@@ -176,8 +178,11 @@ def owner_reference(model: Any) -> weakref.ref:
 
 
 def _wrap_step(optimizer: torch.optim.Optimizer, model: Any) -> None:
-    base = _unbound(optimizer.step)
-    run = functools.partial(_run_as_owner, base) if _works_as_owner(optimizer) else base
+    base = run = _unbound(optimizer.step)
+    if _works_as_owner(optimizer):
+        run = functools.partial(_run_as_owner, base)
+    elif can_step_locally(optimizer):
+        run = local_step(type(optimizer))
     with_state = 0
     check_groups = _GroupCheck(optimizer)
 
@@ -244,6 +249,14 @@ def _synchronized(argument: Any, model: Any) -> Any:
         return loss
 
     return closure
+
+
+def prepare_steps(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Lets `optimizer`, which is not tied to a model here, step as those that are do; returns it, changed in place."""
+    compact_before_state(optimizer)
+    if can_step_locally(optimizer):
+        _bind(optimizer, "step", local_step(type(optimizer)), _unbound(optimizer.step))
+    return optimizer
 
 
 def _wrap_zero_grad(optimizer: torch.optim.Optimizer, model: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._device import DeviceContext
 
@@ -143,9 +144,9 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def local_tensor(dtensor: DTensor) -> torch.Tensor:
-    """The local tensor object itself; `to_local()` gives an alias, and torch DCP reads attributes of the object."""
-    return dtensor._local_tensor
+#: The local tensor object of a DTensor itself; `to_local()` gives an alias, and torch DCP reads attributes of the
+#: object. In native code: an optimizer's step asks for hundreds.
+local_tensor = operator.attrgetter("_local_tensor")
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:

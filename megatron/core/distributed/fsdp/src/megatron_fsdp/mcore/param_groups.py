@@ -7,6 +7,7 @@ from megatron.core.optimizer import _get_param_groups
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
+from megatron_fsdp.optimizer import prepare_steps
 from megatron_fsdp.optimizer_state import create_state
 
 ConfigOverrides = dict[ParamKey, ParamGroupOverride]
@@ -59,17 +60,20 @@ def build_torch_optimizer(groups: list[dict], config: OptimizerConfig) -> torch.
     """AdamW, Adam or SGD as `config` says, in its fastest implementation that accepts DTensors."""
     if config.optimizer == "sgd":
         # The fused SGD has no DTensor rule (torch 2.13).
-        return torch.optim.SGD(
+        sgd = torch.optim.SGD(
             groups, lr=config.lr, momentum=config.sgd_momentum, weight_decay=config.weight_decay, foreach=True
         )
+        return prepare_steps(sgd)
     adam = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-    return adam(
-        groups,
-        lr=config.lr,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-        weight_decay=config.weight_decay,
-        fused=True,
+    return prepare_steps(
+        adam(
+            groups,
+            lr=config.lr,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
     )
 
 

@@ -1,0 +1,116 @@
+"""Steps of torch's own optimizers on the local tensors of sharded parameters, past DTensor's dispatch."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.machine.torch_compat import local_tensor, waited
+
+#: Optimizers known to update element by element, to keep their state in place once they have it, and to pass over
+#: parameters without a gradient. Subclasses of them may do anything.
+_KINDS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
+
+
+class _Lent(NamedTuple):
+    """A parameter whose local tensor an optimizer is given."""
+
+    param: nn.Parameter
+    local: torch.Tensor
+    grad: torch.Tensor
+    state: dict[str, Any]
+    """With local tensors."""
+
+
+def can_step_locally(optimizer: torch.optim.Optimizer) -> bool:
+    """`optimizer` is one of torch's own, with its class's own `step`, that updates element by element."""
+    kinds = (getattr(torch.optim, name, None) for name in _KINDS)
+    return type(optimizer) in kinds and "step" not in vars(optimizer)
+
+
+@functools.cache
+def local_step(kind: type[torch.optim.Optimizer]) -> Callable:
+    """The `step` of a class for which `can_step_locally`, with hooks and all, which computes with local tensors.
+
+    DTensor works out anew in every step how the results of operations on hundreds of tensors lie, for which the host
+    takes 0.1 ms a layer (docs/performance.md). Element by element, they lie as the parameters do. A step that has to
+    make state, and one with a closure, go the long way.
+    """
+    bare = getattr(kind.step, "__wrapped__", kind.step)
+
+    @functools.wraps(bare)
+    def step(self: torch.optim.Optimizer, closure: Callable | None = None) -> Any:
+        lent = None if closure is not None else _lent_by(self)
+        if lent is None:
+            return bare(self, closure)
+        with _holding(self, lent):
+            return bare(self)
+
+    return torch.optim.Optimizer.profile_hook_step(step)
+
+
+def _lent_by(optimizer: torch.optim.Optimizer) -> list[list[_Lent]] | None:
+    """By group, the parameters with gradients; None if some have no state, or lie otherwise than their gradients."""
+    lent = []
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            return None
+        is_stateless = type(optimizer) is torch.optim.SGD and not group["momentum"]
+        lent.append([])
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None:
+                continue
+            state = optimizer.state.get(param, {})
+            if not _lies_alike(param, grad) or not (state or is_stateless):
+                return None
+            given = {name: _local(value) for name, value in state.items()}
+            lent[-1].append(_Lent(param, local_tensor(param), _local(grad), given))
+    return lent
+
+
+def _lies_alike(param: torch.Tensor, grad: torch.Tensor) -> bool:
+    if not (isinstance(param, DTensor) and isinstance(grad, DTensor)):
+        return False
+    mesh, other = param.device_mesh, grad.device_mesh
+    return (mesh is other or mesh == other) and param.placements == grad.placements
+
+
+def _local(value: Any) -> Any:
+    return waited(local_tensor(value)) if isinstance(value, DTensor) else value
+
+
+@contextlib.contextmanager
+def _holding(optimizer: torch.optim.Optimizer, lent: list[list[_Lent]]) -> Iterator[None]:
+    """Inside, the optimizer holds what is `lent` in place of its parameters, with their gradients and their state."""
+    groups, sharded = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
+    state, ours = optimizer.state, [entry for entries in lent for entry in entries]
+    try:
+        for entry in ours:
+            entry.local.grad = entry.grad
+        for group, entries in zip(groups, lent, strict=True):
+            group["params"] = [entry.local for entry in entries]
+        optimizer.state = collections.defaultdict(dict, {entry.local: dict(entry.state) for entry in ours})
+        yield
+    finally:
+        updated, optimizer.state = optimizer.state, state
+        for group, params in zip(groups, sharded, strict=True):
+            group["params"] = params
+        for entry in ours:
+            entry.local.grad = None
+            _take_back(entry, updated.get(entry.local, {}), state)
+
+
+def _take_back(entry: _Lent, updated: dict[str, Any], state: dict[nn.Parameter, dict[str, Any]]) -> None:
+    """Enters what was not updated in place: counters that are numbers, say."""
+    for name, value in updated.items():
+        if value is not entry.state.get(name):
+            is_whole = not isinstance(value, torch.Tensor) or value.shape != entry.local.shape or not value.dim()
+            state[entry.param][name] = value if is_whole else entry.param.megatron_fsdp_spec.wrap(value)

@@ -1,0 +1,189 @@
+"""Steps of torch's own optimizers, which compute with local tensors once they have state."""
+
+import contextlib
+import sys
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from tests.unit_tests.harness.models import square_loss
+from tests.unit_tests.harness.optimizing import (
+    AUTO,
+    Kind,
+    assert_close,
+    batches,
+    build_sharded,
+    full,
+    plain_weights,
+    sharded_step,
+)
+
+ADAMW = Kind("AdamW", {"lr": 0.01, "weight_decay": 0.1, "foreach": False})
+
+
+def build(kind=ADAMW):
+    """A sharded model and an optimizer over it. **Collective.**"""
+    from megatron_fsdp import fully_shard_optimizer
+
+    model = build_sharded(3, **AUTO)
+    return model, fully_shard_optimizer(kind.over(model.parameters()))
+
+
+#: The module; `torch.optim` hides it.
+ADAM = sys.modules[torch.optim.Adam.__module__]
+
+
+@contextlib.contextmanager
+def watched(*, acts=True):
+    """Lists what torch's Adam computes with, a step each: the types of parameters, gradients and first moments."""
+    seen = []
+    adam = ADAM.adam
+
+    def watch(params, grads, exp_avgs, *args, **kwargs):
+        seen.append({type(tensor) for tensor in (*params, *grads, *exp_avgs)})
+        if acts:
+            adam(params, grads, exp_avgs, *args, **kwargs)
+
+    with mock.patch.object(ADAM, "adam", watch):
+        yield seen
+
+
+def see_types(model, optimizer, steps):
+    with watched() as seen:
+        for batch in batches(dist.get_world_size(), steps):
+            sharded_step(model, optimizer, batch)
+    return seen
+
+
+def step_and_look():
+    model, optimizer = build()
+    shown = []
+    optimizer.register_step_pre_hook(lambda opt, *_: shown.append(type(opt.param_groups[0]["params"][0])))
+    optimizer.register_step_post_hook(lambda opt, *_: shown.extend({type(param) for param in opt.state}))
+    params = list(optimizer.param_groups[0]["params"])
+    seen = see_types(model, optimizer, 3)
+    kept = all(one is other for one, other in zip(params, optimizer.param_groups[0]["params"], strict=True))
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    is_clean = all(param._local_tensor.grad is None for param in params)
+    return seen, set(shown), kept, is_clean, {type(moment) for moment in moments}, set(optimizer.state) == set(params)
+
+
+def test_steps_compute_with_local_tensors_and_show_sharded_ones(ranks2):
+    for seen, shown, kept, is_clean, moments, has_state in ranks2.run(step_and_look):
+        assert seen[1:] == [{torch.Tensor}] * 2, "the first step makes the state"
+        assert shown == {DTensor}
+        assert moments == {DTensor}
+        assert kept
+        assert is_clean
+        assert has_state
+
+
+def step_with_a_closure():
+    model, optimizer = build()
+    see_types(model, optimizer, 1)
+    inputs, target = batches(dist.get_world_size(), 1)[0][dist.get_rank()]
+
+    def closure():
+        optimizer.zero_grad()
+        loss = square_loss(model(inputs), target)
+        loss.backward()
+        return loss.detach()
+
+    with watched() as seen:
+        loss = optimizer.step(closure)
+    return seen, loss.item() > 0
+
+
+def step_with_a_gradient_that_lies_otherwise():
+    model, optimizer = build()
+    see_types(model, optimizer, 1)
+    inputs, target = batches(dist.get_world_size(), 1)[0][dist.get_rank()]
+    square_loss(model(inputs), target).backward()
+    param = next(model.parameters())
+    param.grad = DTensor.from_local(torch.zeros(param.shape), param.device_mesh, [Replicate()], run_check=False)
+    with watched(acts=False) as seen:
+        optimizer.step()
+    return seen, True
+
+
+@pytest.mark.parametrize("step", [step_with_a_closure, step_with_a_gradient_that_lies_otherwise])
+def test_what_local_tensors_cannot_do_is_left_to_dtensors(ranks2, step):
+    for seen, is_right in ranks2.run(step):
+        assert seen == [{DTensor}]
+        assert is_right
+
+
+def fail_in_a_step():
+    model, optimizer = build()
+    see_types(model, optimizer, 1)
+    params = optimizer.param_groups[0]["params"]
+    state = optimizer.state
+    inputs, target = batches(dist.get_world_size(), 1)[0][dist.get_rank()]
+    square_loss(model(inputs), target).backward()
+    with mock.patch.object(ADAM, "adam", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    is_clean = all(param._local_tensor.grad is None for param in params)
+    return optimizer.param_groups[0]["params"] is params, optimizer.state is state, is_clean
+
+
+def test_a_step_that_raises_leaves_the_optimizer_as_it_was(ranks2):
+    assert ranks2.run(fail_in_a_step) == [(True, True, True)] * 2
+
+
+def step_with_other_state():
+    kind = Kind("SGD", {"lr": 0.1, "momentum": 0.9})
+    model, optimizer = build(kind)
+    for number, batch in enumerate(batches(dist.get_world_size())):
+        if number:
+            for state in optimizer.state.values():
+                state["momentum_buffer"] = state["momentum_buffer"].clone()  # others than the step before had
+        sharded_step(model, optimizer, batch)
+    return full(model)
+
+
+def test_state_that_was_replaced_between_steps_is_used(ranks2):
+    for weights in ranks2.run(step_with_other_state):
+        assert_close(weights, plain_weights(Kind("SGD", {"lr": 0.1, "momentum": 0.9}), 2))
+
+
+def count_compactions(steps, loads):
+    from megatron_fsdp.machine.device import Device
+
+    model, optimizer = build()
+    if loads:
+        other_model, other = build()
+        see_types(other_model, other, 1)
+        optimizer.load_state_dict(other.state_dict())
+    with mock.patch.object(Device, "empty_cache") as empty_cache:
+        see_types(model, optimizer, steps)
+    return empty_cache.call_count
+
+
+@pytest.mark.parametrize(("loads", "count"), [(False, 1), (True, 0)])
+def test_memory_is_compacted_once_before_state_is_made(ranks2, loads, count):
+    assert ranks2.run(count_compactions, 3, loads) == [count] * 2
+
+
+def replace_inside_a_step():
+    from megatron_fsdp import local_step
+
+    model, optimizer = build()
+    see_types(model, optimizer, 1)
+    inputs, target = batches(dist.get_world_size(), 1)[0][dist.get_rank()]
+    square_loss(model(inputs), target).backward()
+    before = [state["exp_avg"].full_tensor() for state in optimizer.state.values()]
+    with local_step._holding(optimizer, local_step._lent_by(optimizer)):
+        for state in optimizer.state.values():
+            state.update(exp_avg=state["exp_avg"] + 1, count=3)
+    found = optimizer.state.values()
+    after = [state["exp_avg"].full_tensor() for state in found]
+    return before, after, {state["count"] for state in found}
+
+
+def test_state_that_a_step_replaces_is_taken_over(ranks2):
+    for before, after, counts in ranks2.run(replace_inside_a_step):
+        assert_close(after, [tensor + 1 for tensor in before], rtol=0, atol=0)
+        assert counts == {3}
