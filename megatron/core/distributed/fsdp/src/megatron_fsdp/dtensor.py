@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 
@@ -18,7 +19,7 @@ from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.machine.torch_compat import strided_shard
 from megatron_fsdp.plan.strategy import Placement
 from megatron_fsdp.runtime.unit import ManagedParam
-from megatron_fsdp.state.flat_buffer import piece_bounds
+from megatron_fsdp.state.flat_buffer import Span, piece_bounds
 from megatron_fsdp.state.param_group import ParamGroup
 from megatron_fsdp.state.param_tags import copy_tags
 from megatron_fsdp.state.tensor_parallel import Stretch, TensorCut, tensor_cut
@@ -182,23 +183,24 @@ class ShardSpec:
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     """The contiguous `view` as a tensor whose storage is just its memory: see `own_storage`."""
-    storage = own_storage(view)
-    if storage is None:
+    storage = own_storage(view, Span(view.shape, (), 0))
+    if storage.nbytes() == view.untyped_storage().nbytes():
         return view
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
 
 
-def own_storage(view: torch.Tensor) -> torch.UntypedStorage | None:
-    """A storage that is just the memory of the contiguous `view`; None if it has one.
+def own_storage(data: torch.Tensor, span: Span) -> torch.UntypedStorage:
+    """A storage that is just the memory of the contiguous `span` of `data`.
 
     torch (2.11 to 2.13) neither deep-copies nor stages a DTensor whose local tensor begins inside its storage, and
     copies the whole storage of one that does not fill it.
     """
-    storage, nbytes = view.untyped_storage(), view.numel() * view.element_size()
+    storage, itemsize = data.untyped_storage(), data.element_size()
+    nbytes = math.prod(span.shape) * itemsize
     if storage.nbytes() == nbytes:
-        return None
-    first = view.storage_offset() * view.element_size()
-    return storage[first : first + nbytes] if nbytes else torch.UntypedStorage(0, device=view.device)
+        return storage
+    first = (data.storage_offset() + span.start) * itemsize
+    return storage[first : first + nbytes] if nbytes else torch.UntypedStorage(0, device=data.device)
 
 
 def _mesh_of(index: FSDPDistributedIndex, is_expert: bool) -> tuple[DeviceMesh, int, dist.ProcessGroup | None]:

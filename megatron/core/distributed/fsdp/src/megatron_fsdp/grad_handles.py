@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.dtensor import ShardSpec, own_storage
 from megatron_fsdp.machine.torch_compat import local_tensor, viewed_tensor
+from megatron_fsdp.state.flat_buffer import Span
 
 
 def _references(made: dict[int, object], keys: Iterable[int]) -> dict[int, int]:
@@ -35,17 +36,15 @@ class GradHandles:
         self._pointing: set[int] = set()
         """Those that show what the buffers hold now."""
 
-    def of(self, sharded: nn.Parameter, final: torch.Tensor) -> DTensor:
-        """The gradient of `sharded`, on every rank, perhaps of zero rows. Shares the memory of `final`."""
+    def of(self, sharded: nn.Parameter, data: torch.Tensor, span: Span) -> DTensor:
+        """The gradient of `sharded`, on every rank, perhaps of zero rows: `span` of `data`, whose memory it shares."""
         key = id(sharded)
         if key not in self._pointing:
             if key not in self._made:
-                self._made[key] = _made_for(sharded.megatron_fsdp_spec, final)
-            elif final.numel():  # else it still shows the nothing that it was made of
-                storage = own_storage(final)
-                if storage is None:
-                    storage = final.untyped_storage()
-                local_tensor(self._made[key]).set_(storage, 0, final.shape, final.stride())
+                self._made[key] = _made_for(sharded.megatron_fsdp_spec, span.view(data))
+            elif 0 not in span.shape:  # else it still shows the nothing that it was made of
+                storage = own_storage(data, span)
+                local_tensor(self._made[key]).set_(storage, 0, span.shape, span.stride)
             self._pointing.add(key)
         return self._made[key]
 

@@ -15,6 +15,7 @@ from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.storage import register_late
 from megatron_fsdp.runtime.structure import check_frozenness
 from megatron_fsdp.runtime.unit import ManagedParam
+from megatron_fsdp.state.flat_buffer import Span
 from megatron_fsdp.state.main_grad import GradState
 from megatron_fsdp.state.param_group import ParamGroup
 
@@ -67,23 +68,23 @@ class ParamAndGradBuffer:
         self.forget_dropped()
         for group, members in self._trained_groups():
             is_final = group.main_grad.state is GradState.FINAL
-            finals = group.main_grad.final_views() if is_final else [None] * len(members)
-            for param, final in zip(members, finals, strict=True):
+            final = group.main_grad.final.data if is_final else None
+            for param, span in zip(members, group.main_grad.final_spans, strict=True):
                 self._check_grad(param)
-                self._attach(group, param.sharded, final)
+                self._attach(group, param.sharded, final, span)
 
-    def _attach(self, group: ParamGroup, sharded: nn.Parameter, final: torch.Tensor | None) -> None:
-        """Gives the parameter its part `final` of the finalized gradient, unless it has had that; None if not final."""
+    def _attach(self, group: ParamGroup, sharded: nn.Parameter, final: torch.Tensor | None, span: Span) -> None:
+        """Gives the parameter its `span` of the group's final gradient, unless it has had that; None without one."""
         if final is not None and self._has_had_final(group, sharded):
             return
         if final is None:
             sharded.grad = None
         elif self._use_decoupled_grad:
-            sharded.decoupled_grad = self._handles.of(sharded, final)
+            sharded.decoupled_grad = self._handles.of(sharded, final, span)
         elif group.facts.grad_dtype == sharded.dtype:
-            sharded.grad = self._handles.of(sharded, final)
+            sharded.grad = self._handles.of(sharded, final, span)
         else:
-            sharded.grad = cast_grad(sharded, final)
+            sharded.grad = cast_grad(sharded, span.view(final))
         self._attached[id(sharded)] = (self._grad(sharded), group.main_grad.generation)
 
     def _has_had_final(self, group: ParamGroup, sharded: nn.Parameter) -> bool:

@@ -18,6 +18,8 @@ class Placement(enum.Enum):
     PARTIAL = "P"
     """Every rank of the axis holds a summand; the value is their sum."""
 
+    __hash__ = object.__hash__  # an Enum's own is Python, and every collective looks up what placements need
+
 
 R, S, P = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL
 

@@ -29,6 +29,8 @@ class Phase(enum.Enum):
     FORWARD = enum.auto()
     BACKWARD = enum.auto()
 
+    __hash__ = object.__hash__  # an Enum's own is Python
+
 
 #: A forward may run inside backward (recomputation), and a unit may be called again before its backward.
 _LEGAL = frozenset(

@@ -70,10 +70,10 @@ class MainGrad:
         """The part of the buffer that the optimizer reads once the state is FINAL."""
         return self.buffer.part(self._plan.finalized_grad())
 
-    def final_views(self) -> list[torch.Tensor]:
-        """This rank's rows of every parameter in `final`."""
-        data = self.final.data
-        return [span.view(data) for span in self._final_spans]
+    @property
+    def final_spans(self) -> list[Span]:
+        """Where this rank's rows of every parameter lie in the data of `final`."""
+        return self._final_spans
 
     @property
     def staging_key(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -250,23 +251,25 @@ class ParamGroup:
             for full, weight in zip(self._full, self._weights, strict=True):
                 if not self.is_unsharded:
                     self._pool.acquire(full.data)
-                full.gather_from(self._sent(full, weight), self.facts.peers)
+                full.gather_from(self._sent(weight), self.facts.peers)
             self.is_unsharded = True
             self._follow()
         self.facts.codec.after_gather(self.params)
 
-    def _sent(self, full: FlatBuffer, weight: FlatBuffer) -> FlatBuffer:
-        """What a gather of `full` starts from: the resting `weight`, or what is made of the main weight for it."""
+    def _sent(self, weight: FlatBuffer) -> FlatBuffer:
+        """What a gather starts from: the resting `weight`, or what is made of the main weight for it."""
         if not self._casts_on_the_way:
             return weight
-        # Peers read a cast of the main weight at once: a shard of `full` would be one copy more.
-        return self.main_weight_buffer if self.facts.peers is not None else self._cast_into(full)
+        if self.facts.peers is not None:  # they read a cast of the main weight at once
+            return self.main_weight_buffer
+        self._own_shard.data.copy_(self.main_weight_buffer.data)
+        return self._own_shard
 
-    def _cast_into(self, full: FlatBuffer) -> FlatBuffer:
-        """This rank's shard of `full`, made of the main weight."""
-        shard = full.part(self.plan.weight)
-        shard.data.copy_(self.main_weight_buffer.data)
-        return shard
+    @functools.cached_property
+    def _own_shard(self) -> FlatBuffer:
+        """This rank's shard of the gathered weight that is cast on the way; it views what comes and goes."""
+        (full,) = self._full
+        return full.part(self.plan.weight)
 
     def reshard(self) -> None:
         """Gives the gathered storage back; nothing to do where the weight rests whole."""
