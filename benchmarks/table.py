@@ -2,6 +2,7 @@
 
     python benchmarks/table.py --gpus 4 --out benchmarks/results            # every row
     python benchmarks/table.py --gpus 4 --rows 8b-bf16 1b-bf16 --engines ours fsdp2 nocomm
+    python benchmarks/table.py --pretend-ranks 8                            # on one GPU: memory and host time as on 8
     python benchmarks/table.py --show benchmarks/results                    # what has been measured, as Markdown
 
 Every row becomes one JSON file: the results as `fsdp_bench.py` prints them, versions, GPU, commands. `mfsdp` needs the
@@ -15,7 +16,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,11 @@ ENGINES = {
     "ours-copy-engine-resident": ("--engine", "ours", "--exact-init", "--copy-engine", "--residency", "auto"),
     "ours-double-buffer": ("--engine", "ours", "--exact-init", "--double-buffer", "--persist"),
     "ours-user-buffers": ("--engine", "ours", "--exact-init", "--nccl-ub", "--persist"),
+    "fsdp2-expandable": ("--engine", "fsdp2"),
+    "ours-expandable": ("--engine", "ours", "--exact-init"),
 }
+#: Environment variables, by how an engine's name ends.
+ENVIRONMENTS = {"-expandable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
 
 
 #: What torchrun, told to end, takes at most to end its ranks, and more.
@@ -79,9 +84,13 @@ def measure(row: str, engine: str, given: argparse.Namespace) -> dict[str, Any]:
     """One engine's result in one row; its error, if it has none."""
     arguments = [*ENGINES[engine], *ROWS[row], "--steps", str(given.steps)]
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(given.gpus)]
+    if given.pretend_ranks:
+        command, arguments = [], [*arguments, "--pretend-ranks", str(given.pretend_ranks)]
     # The peer has our import name and refuses to be where megatron-core is: it gets its own folder and nothing else.
     paths = [given.peer_path] if engine == "mfsdp" else [str(ENGINE_SOURCE), os.environ.get("PYTHONPATH")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    added = next((added for end, added in ENVIRONMENTS.items() if engine.endswith(end)), {})
+    environment |= added
     start, limit_s = time.monotonic(), given.timeout_s
     try:
         output, errors = run([sys.executable, *command, str(HERE / "fsdp_bench.py"), *arguments], environment, limit_s)
@@ -89,7 +98,9 @@ def measure(row: str, engine: str, given: argparse.Namespace) -> dict[str, Any]:
         result = json.loads(lines[-1].removeprefix("RESULT ")) if lines else {"error": errors[-4000:]}
     except subprocess.TimeoutExpired:
         result = {"error": f"no result within {limit_s} s"}
-    shown = " ".join(("torchrun", *command[2:], "benchmarks/fsdp_bench.py", *arguments))
+    launcher = ("torchrun", *command[2:]) if command else ("python",)
+    settings = (f"{name}={value}" for name, value in added.items())
+    shown = " ".join((*settings, *launcher, "benchmarks/fsdp_bench.py", *arguments))
     return {"command": shown, "wall_s": round(time.monotonic() - start, 1), **result}
 
 
@@ -115,35 +126,49 @@ def reason(error: str) -> str:
 
 def table(folder: Path) -> str:
     """The latest measurement of each engine in each row as Markdown, with the call it was made in."""
+    shown = "step: median (range) ms | tokens/s/GPU | allocated / reserved GiB | first, middle, last loss"
+    real = _rows(folder, pretended=False, columns=shown, cells=_speed_cells)
+    pretended = _rows(folder, pretended=True, columns="allocated / reserved GiB | step / host ms", cells=_memory_cells)
+    return "\n".join(
+        real + (["", "Of one GPU that pretends to be one of several:", "", *pretended] if pretended else [])
+    )
+
+
+def _speed_cells(result: dict[str, Any]) -> str:
+    return (
+        f"{result['step_ms']} ({result['min_ms']} to {result['max_ms']}) | {result['tok_s_gpu']:,} | "
+        f"{result['alloc_gib']} / {result['reserved_gib']} | {', '.join(f'{loss:.4f}' for loss in result['loss'])}"
+    )
+
+
+def _memory_cells(result: dict[str, Any]) -> str:
+    return f"{result['alloc_gib']} / {result['reserved_gib']} | {result['step_ms']} / {result['host_ms']}"
+
+
+def _rows(folder: Path, *, pretended: bool, columns: str, cells: Callable[[dict[str, Any]], str]) -> list[str]:
+    """Lines of one table; none if there is nothing to show."""
     latest: dict[tuple[str, int], dict[str, Any]] = {}
     for file in sorted(folder.glob("*.json")):
         measured = json.loads(file.read_text(encoding="utf-8"))
-        call = f"{file.name[4:6]}-{file.name[6:8]} {file.name[9:11]}:{file.name[11:13]}"
-        results = {engine: {"call": call, **result} for engine, result in measured["results"].items()}
-        latest.setdefault((measured["row"], measured["gpus"]), {}).update(results)
-    lines = [
-        "| workload | GPUs | engine | step: median (range) ms | tokens/s/GPU | allocated / reserved GiB "
-        "| first, middle, last loss | call |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+        if measured.get("pretended", False) is pretended:
+            call = f"{file.name[4:6]}-{file.name[6:8]} {file.name[9:11]}:{file.name[11:13]}"
+            results = {engine: {"call": call, **result} for engine, result in measured["results"].items()}
+            latest.setdefault((measured["row"], measured["gpus"]), {}).update(results)
+    lines = [f"| workload | GPUs | engine | {columns} | call |", f"|---|---|---|---|{'---|' * columns.count('|')}---|"]
+    empty = " |" * columns.count("|")
     for (row, gpus), results in sorted(latest.items()):
         for engine, result in results.items():
-            if "error" in result:
-                why = reason(result["error"])
-                lines.append(f"| {row} | {gpus} | {engine} | failed: {why} | | | | {result['call']} |")
-                continue
-            lines.append(
-                f"| {row} | {gpus} | {engine} | {result['step_ms']} ({result['min_ms']} to {result['max_ms']}) | "
-                f"{result['tok_s_gpu']:,} | {result['alloc_gib']} / {result['reserved_gib']} | "
-                f"{', '.join(f'{loss:.4f}' for loss in result['loss'])} | {result['call']} |"
-            )
-    return "\n".join(lines)
+            is_wrong = "error" in result
+            found = f"failed: {reason(result['error'])}{empty}" if is_wrong else cells(result)
+            lines.append(f"| {row} | {gpus} | {engine} | {found} | {result['call']} |")
+    return lines if latest else []
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints, or only prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--pretend-ranks", type=int, default=0, help="on one GPU, be the first of so many ranks")
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
     parser.add_argument("--engines", nargs="+", default=["nocomm", "fsdp2", "ours", "ours-resident"], choices=ENGINES)
     parser.add_argument("--steps", type=int, default=14)
@@ -168,8 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results[engine] = measure(row, engine, given)
             sys.stdout.write(f"{row} {engine}: {json.dumps(results[engine])}\n")
             sys.stdout.flush()
-        measured = {"row": row, "gpus": given.gpus, "machine": machine(), "results": results}
-        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{row}-{given.gpus}gpus.json"
+        is_pretended, gpus = bool(given.pretend_ranks), given.pretend_ranks or given.gpus
+        measured = {"row": row, "gpus": gpus, "pretended": is_pretended, "machine": machine(), "results": results}
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{row}-{gpus}{'pretended' if is_pretended else 'gpus'}.json"
         (given.out / name).write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(table(given.out) + "\n")
 

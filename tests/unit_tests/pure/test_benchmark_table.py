@@ -44,7 +44,7 @@ def test_the_latest_measurement_of_a_row_is_shown_with_what_failed(table, tmp_pa
 
 def test_an_engine_that_gives_no_result_is_an_error_in_its_row(table, tmp_path, monkeypatch):
     monkeypatch.setattr(table, "HERE", tmp_path)  # no benchmark lies there
-    given = argparse.Namespace(steps=1, gpus=1, timeout_s=60.0, peer_path="")
+    given = argparse.Namespace(steps=1, gpus=1, timeout_s=60.0, pretend_ranks=0, peer_path="")
     result = table.measure("1b-bf16", "ours", given)
     assert "fsdp_bench.py" in result["error"]
     assert result["command"].startswith("torchrun --standalone --nproc-per-node 1")
@@ -59,10 +59,36 @@ def test_the_peer_sees_its_own_folder_only(table, monkeypatch):
 
     monkeypatch.setattr(table, "run", run)
     monkeypatch.setenv("PYTHONPATH", "/others")
-    given = argparse.Namespace(steps=1, gpus=1, timeout_s=60.0, peer_path="/peer")
+    given = argparse.Namespace(steps=1, gpus=1, timeout_s=60.0, pretend_ranks=0, peer_path="/peer")
     for engine in ("mfsdp", "ours"):
         table.measure("1b-bf16", engine, given)
     assert seen == {"mfsdp": "/peer", "ours": f"{table.ENGINE_SOURCE}:/others"}
+
+
+def test_one_gpu_that_pretends_has_a_table_of_its_own(table, tmp_path, monkeypatch, capsys):
+    commands = []
+
+    def run(command, environment, timeout_s):
+        commands.append((command[1:], environment.get("PYTORCH_CUDA_ALLOC_CONF")))
+        return f"RESULT {json.dumps(RESULT | {'host_ms': 270.0})}", ""
+
+    monkeypatch.setattr(table, "run", run)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    table.main(
+        ["--rows", "1b-bf16", "--engines", "ours", "ours-expandable", "--pretend-ranks", "8", "--out", str(tmp_path)]
+    )
+    assert [setting for _, setting in commands] == [None, "expandable_segments:True"]
+    assert all(
+        "torch.distributed.run" not in command and command[-2:] == ["--pretend-ranks", "8"] for command, _ in commands
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert "| workload | GPUs | engine | allocated / reserved GiB | step / host ms | call |" in lines
+    assert lines[-1].startswith("| 1b-bf16 | 8 | ours-expandable | 50.0 / 57.6 | 435.0 / 270.0 |")
+    (file,) = tmp_path.iterdir()
+    shown = json.loads(file.read_text())["results"]["ours-expandable"]["command"]
+    assert shown.startswith(
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python benchmarks/fsdp_bench.py --engine ours"
+    )
 
 
 @pytest.mark.parametrize(
