@@ -1,6 +1,7 @@
 """Steps of torch's own optimizers, which compute with local tensors once they have state."""
 
 import contextlib
+import functools
 import sys
 from unittest import mock
 
@@ -17,9 +18,11 @@ from tests.unit_tests.harness.optimizing import (
     batches,
     build_sharded,
     full,
+    plain_step,
     plain_weights,
     sharded_step,
 )
+from tests.unit_tests.harness.optimizing import build as build_whole
 
 ADAMW = Kind("AdamW", {"lr": 0.01, "weight_decay": 0.1, "foreach": False})
 
@@ -109,11 +112,93 @@ def step_with_a_gradient_that_lies_otherwise():
     return seen, True
 
 
-@pytest.mark.parametrize("step", [step_with_a_closure, step_with_a_gradient_that_lies_otherwise])
+def step_at_a_rate_that_is_a_dtensor():
+    model, optimizer = build()
+    see_types(model, optimizer, 1)
+    mesh = next(model.parameters()).device_mesh
+    optimizer.param_groups[0]["lr"] = DTensor.from_local(torch.tensor(0.01), mesh, [Replicate()], run_check=False)
+    with watched() as seen:
+        sharded_step(model, optimizer, batches(dist.get_world_size(), 1)[0])
+    return seen, True
+
+
+@pytest.mark.parametrize(
+    "step", [step_with_a_closure, step_with_a_gradient_that_lies_otherwise, step_at_a_rate_that_is_a_dtensor]
+)
 def test_what_local_tensors_cannot_do_is_left_to_dtensors(ranks2, step):
     for seen, is_right in ranks2.run(step):
         assert seen == [{DTensor}]
         assert is_right
+
+
+def step_with_gradients_of_another_dtype():
+    model, optimizer = build(Kind("SGD", {"lr": 0.1}))
+    inputs, target = batches(dist.get_world_size(), 1)[0][dist.get_rank()]
+    square_loss(model(inputs), target).backward()
+    for param in model.parameters():
+        grad, param.grad, param.grad_dtype = param.grad, None, None
+        param.grad = grad.double()
+    optimizer.step()
+    return full(model)
+
+
+def test_gradients_of_another_dtype_are_taken(ranks2):
+    model = build_whole()
+    plain_step(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(2)[0])
+    for weights in ranks2.run(step_with_gradients_of_another_dtype):
+        assert_close(weights, [param.detach() for param in model.parameters()])
+
+
+def step_with_state_that_is_no_dtensor():
+    model, optimizer = build(Kind("SGD", {"lr": 0.1, "momentum": 0.9}))
+    first, second = batches(dist.get_world_size(), 2)
+    sharded_step(model, optimizer, first)
+    for state in optimizer.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"].to_local()  # no checkpoint would know where it lies
+    sharded_step(model, optimizer, second)
+
+
+def test_state_that_is_no_dtensor_is_refused(ranks2):
+    ranks2.run_expecting(RuntimeError, "mixed torch.Tensor and DTensor", step_with_state_that_is_no_dtensor)
+
+
+def step_with_a_replaced_step():
+    kind = torch.optim.AdamW
+    model, _ = build()  # a step on local tensors has been made for the class
+    before, calls, hooked = kind.step, [], []
+
+    @functools.wraps(before)
+    def step(self, closure=None):
+        calls.append(closure)
+        return before(self, closure)
+
+    with mock.patch.object(kind, "step", step):
+        model, optimizer = build()
+        optimizer.register_step_pre_hook(lambda *_: hooked.append(1))
+        see_types(model, optimizer, 2)
+    return len(calls), len(hooked)
+
+
+def test_a_step_that_was_replaced_in_its_class_is_taken(ranks2):
+    assert ranks2.run(step_with_a_replaced_step) == [(2, 2)] * 2
+
+
+def count_steps_of_a_replaced_class():
+    calls = []
+
+    class AdamW(torch.optim.AdamW):
+        def step(self, closure=None):
+            calls.append(closure)
+            return super().step(closure)
+
+    with mock.patch.object(torch.optim, "AdamW", AdamW):
+        model, optimizer = build()
+        seen = see_types(model, optimizer, 2)
+    return len(calls), seen
+
+
+def test_a_class_put_in_the_place_of_torchs_own_may_do_anything(ranks2):
+    assert ranks2.run(count_steps_of_a_replaced_class) == [(2, [{DTensor}] * 2)] * 2
 
 
 def fail_in_a_step():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.machine.torch_compat import local_tensor, waited
+from megatron_fsdp.machine.torch_compat import local_tensor, mesh_and_placements, waited
 
 #: Optimizers known to update element by element, to keep their state in place once they have it, and to pass over
 #: parameters without a gradient. Subclasses of them may do anything.
@@ -30,9 +30,18 @@ class _Lent(NamedTuple):
 
 
 def can_step_locally(optimizer: torch.optim.Optimizer) -> bool:
-    """`optimizer` is one of torch's own, with its class's own `step`, that updates element by element."""
-    kinds = (getattr(torch.optim, name, None) for name in _KINDS)
-    return type(optimizer) in kinds and "step" not in vars(optimizer)
+    """`optimizer` is one of torch's own, with torch's own `step`, that updates element by element."""
+    kind = type(optimizer)
+    return kind.__name__ in _KINDS and _is_from_torch(kind) and "step" not in vars(optimizer)
+
+
+def _is_from_torch(kind: type[torch.optim.Optimizer]) -> bool:
+    """Neither the class nor its `step` has been replaced; `functools.wraps` copies names, but not globals."""
+    step, origins = kind.step, [kind.__module__]
+    while step is not None:
+        origins.append(getattr(step, "__globals__", {}).get("__name__", ""))
+        step = getattr(step, "__wrapped__", None)
+    return all(origin.startswith("torch.optim.") for origin in origins)
 
 
 @functools.cache
@@ -57,34 +66,50 @@ def local_step(kind: type[torch.optim.Optimizer]) -> Callable:
 
 
 def _lent_by(optimizer: torch.optim.Optimizer) -> list[list[_Lent]] | None:
-    """By group, the parameters with gradients; None if some have no state, or lie otherwise than their gradients."""
+    """By group, the parameters with gradients; None where only DTensors can tell what is right, or what is wrong.
+
+    So it is if a parameter has no state, or other things than local tensors of one kind would meet.
+    """
     lent = []
     for group in optimizer.param_groups:
-        if group.get("differentiable"):
+        if group.get("differentiable") or _has_dtensor(group):
             return None
         is_stateless = type(optimizer) is torch.optim.SGD and not group["momentum"]
         lent.append([])
         for param in group["params"]:
-            grad = param.grad
-            if grad is None:
+            if param.grad is None:
                 continue
             state = optimizer.state.get(param, {})
-            if not _lies_alike(param, grad) or not (state or is_stateless):
+            entry = _lent_of(param, state) if state or is_stateless else None
+            if entry is None:
                 return None
-            given = {name: _local(value) for name, value in state.items()}
-            lent[-1].append(_Lent(param, local_tensor(param), _local(grad), given))
+            lent[-1].append(entry)
     return lent
 
 
-def _lies_alike(param: torch.Tensor, grad: torch.Tensor) -> bool:
+def _has_dtensor(group: dict[str, Any]) -> bool:
+    """A learning rate, say, which cannot be multiplied with local tensors."""
+    return any(isinstance(value, DTensor) for value in (*group.values(), *group.get("betas", ())))
+
+
+def _lent_of(param: torch.Tensor, state: dict[str, Any]) -> _Lent | None:
+    grad = param.grad
     if not (isinstance(param, DTensor) and isinstance(grad, DTensor)):
-        return False
-    mesh, other = param.device_mesh, grad.device_mesh
-    return (mesh is other or mesh == other) and param.placements == grad.placements
-
-
-def _local(value: Any) -> Any:
-    return waited(local_tensor(value)) if isinstance(value, DTensor) else value
+        return None
+    lies, local, local_grad = mesh_and_placements(param), local_tensor(param), waited(local_tensor(grad))
+    if mesh_and_placements(grad) != lies or local_grad.dtype != local.dtype:
+        return None
+    given = {}
+    for name, value in state.items():
+        if isinstance(value, DTensor):
+            if mesh_and_placements(value) != lies:
+                return None
+            given[name] = waited(local_tensor(value))
+        elif isinstance(value, torch.Tensor) and value.dim():
+            return None  # DTensors refuse to meet it
+        else:
+            given[name] = value
+    return _Lent(param, local, local_grad, given)
 
 
 @contextlib.contextmanager

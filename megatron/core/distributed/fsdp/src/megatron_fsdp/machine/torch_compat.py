@@ -148,6 +148,10 @@ def storage_id(tensor: torch.Tensor) -> int:
 #: object. In native code: an optimizer's step asks for hundreds.
 local_tensor = operator.attrgetter("_local_tensor")
 
+#: The mesh and the placements of a DTensor. Its `device_mesh` and `placements` are the same (torch 2.4 to 2.13), but
+#: properties in Python.
+mesh_and_placements = operator.attrgetter("_spec.mesh", "_spec.placements")
+
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` when it is there: a DTensor may hold the promise of a collective's result (torch 2.1 to 2.13)."""
