@@ -108,7 +108,7 @@ def schedule_sharded(which, is_made_before, together):
     from megatron_fsdp import fully_shard, fully_shard_optimizer
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", module="torch.optim")
+        warnings.filterwarnings("error", message=".*(optimizer|scheduler)")
         model = build() if together else build_sharded(3, **AUTO)
         optimizer = torch.optim.AdamW(two_groups(model))
         scheduler = SCHEDULERS[which](optimizer) if is_made_before else None

@@ -308,7 +308,8 @@ def _unbound(method: Callable) -> Callable:
     """`method` as a function of its object, which it does not keep alive."""
     if isinstance(method, types.MethodType):
         return method.__func__
-    return lambda _, *args, **kwargs: method(*args, **kwargs)  # what schedulers put in its place refers to it weakly
+    # What schedulers put in its place refers to it weakly, and is marked.
+    return functools.wraps(method)(lambda _, *args, **kwargs: method(*args, **kwargs))
 
 
 class _WeakMethod:
