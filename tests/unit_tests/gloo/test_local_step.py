@@ -218,6 +218,22 @@ def test_a_step_that_raises_leaves_the_optimizer_as_it_was(ranks2):
     assert ranks2.run(fail_in_a_step) == [(True, True, True)] * 2
 
 
+def read_state_inside_a_step():
+    model, optimizer = build()
+    see_types(model, optimizer, 1)
+    inputs, target = batches(dist.get_world_size(), 1)[0][dist.get_rank()]
+    square_loss(model(inputs), target).backward()
+    with mock.patch.object(ADAM, "adam", side_effect=lambda *_, **__: optimizer.state_dict()):
+        try:
+            optimizer.step()
+        finally:
+            optimizer.state_dict()  # works again
+
+
+def test_state_is_not_stored_while_a_step_computes(ranks2):
+    ranks2.run_expecting(RuntimeError, "inside step.*call it between steps", read_state_inside_a_step)
+
+
 def step_with_other_state():
     kind = Kind("SGD", {"lr": 0.1, "momentum": 0.9})
     model, optimizer = build(kind)

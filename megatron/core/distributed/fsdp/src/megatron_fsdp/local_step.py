@@ -6,7 +6,7 @@ import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -117,6 +117,7 @@ def _holding(optimizer: torch.optim.Optimizer, lent: list[list[_Lent]]) -> Itera
     """Inside, the optimizer holds what is `lent` in place of its parameters, with their gradients and their state."""
     groups, sharded = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
     state, ours = optimizer.state, [entry for entries in lent for entry in entries]
+    refusal = optimizer.register_state_dict_pre_hook(_refuse_state_dict)
     try:
         for entry in ours:
             entry.local.grad = entry.grad
@@ -125,12 +126,20 @@ def _holding(optimizer: torch.optim.Optimizer, lent: list[list[_Lent]]) -> Itera
         optimizer.state = collections.defaultdict(dict, {entry.local: dict(entry.state) for entry in ours})
         yield
     finally:
+        refusal.remove()
         updated, optimizer.state = optimizer.state, state
         for group, params in zip(groups, sharded, strict=True):
             group["params"] = params
         for entry in ours:
             entry.local.grad = None
             _take_back(entry, updated.get(entry.local, {}), state)
+
+
+def _refuse_state_dict(optimizer: torch.optim.Optimizer) -> NoReturn:
+    raise RuntimeError(
+        f"{type(optimizer).__name__}.state_dict() was called inside step(), as by a signal handler or another thread: "
+        "the state is neither that before the step nor that after it; call it between steps."
+    )
 
 
 def _take_back(entry: _Lent, updated: dict[str, Any], state: dict[nn.Parameter, dict[str, Any]]) -> None:
