@@ -108,6 +108,39 @@ def test_full_tensors_of_parameters_gradients_and_state_are_right(ranks3, strate
     assert strategy == 0 or max(numels) < 2 * params
 
 
+def make_state_anew(change):
+    """First moments of ours and of one process, after steps between which state was thrown away."""
+    from megatron_fsdp import fully_shard_optimizer
+
+    plain, model = build(), build_sharded(3, **AUTO)
+    reference = torch.optim.Adam(plain.parameters(), lr=0.01)
+    optimizer = fully_shard_optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
+    first, second = batches(dist.get_world_size())[:2]
+    plain_step(plain, reference, first)
+    sharded_step(model, optimizer, first)
+    change(reference)
+    change(optimizer)
+    plain_step(plain, reference, second)
+    sharded_step(model, optimizer, second)
+    moments = [state["exp_avg"].full_tensor() for state in optimizer.state.values()]
+    return moments, [reference.state[param]["exp_avg"] for param in plain.parameters()]
+
+
+def start_again(optimizer):
+    optimizer.state.clear()
+
+
+def replace_moments(optimizer):
+    for state in optimizer.state.values():
+        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+@pytest.mark.parametrize("change", [start_again, replace_moments])
+def test_full_tensors_of_state_that_was_made_anew_are_right(ranks3, change):
+    for ours, theirs in ranks3.run(make_state_anew, change):
+        assert_close(ours, theirs)
+
+
 def misuse_a_shard():
     next(build_sharded(3).parameters()).redistribute(placements=[Shard(1)])
 

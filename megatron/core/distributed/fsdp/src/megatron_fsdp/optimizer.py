@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_fsdp.local_step import can_step_locally, local_step
-from megatron_fsdp.optimizer_state import adopt_state, compact_before_state, create_state, mark_state
+from megatron_fsdp.optimizer_state import adopt_state, compact_before_state, count_unmarked, create_state, mark_state
 from megatron_fsdp.owner_step import (
     check_state_can_be_stored,
     check_whole,
@@ -183,7 +183,7 @@ def _wrap_step(optimizer: torch.optim.Optimizer, model: Any) -> None:
         run = functools.partial(_run_as_owner, base)
     elif can_step_locally(optimizer):
         run = local_step(type(optimizer))
-    with_state = 0
+    unmarked = 0
     check_groups = _GroupCheck(optimizer)
 
     def step(
@@ -193,7 +193,7 @@ def _wrap_step(optimizer: torch.optim.Optimizer, model: Any) -> None:
         install_optimized_model_weights: bool = True,
         **kwargs: Any,
     ) -> Any:
-        nonlocal with_state
+        nonlocal unmarked
         check_groups(self)
         check_not_taken(model._schedule, "optimizer.step()")
         if _only_wants_state(self, model):
@@ -204,9 +204,9 @@ def _wrap_step(optimizer: torch.optim.Optimizer, model: Any) -> None:
             args = tuple(_synchronized(arg, model) for arg in args)
             kwargs = {name: _synchronized(arg, model) for name, arg in kwargs.items()}
         result = run(self, *args, **kwargs)
-        if len(self.state) != with_state:  # torch's own full_tensor of what the optimizer has just made would be wrong
+        if count_unmarked(self) != unmarked:  # something has just been made
             mark_state(self)
-            with_state = len(self.state)
+            unmarked = count_unmarked(self)  # what does not lie like its parameter
         if install_optimized_model_weights:
             model.install_optimized_model_weights()
         return result

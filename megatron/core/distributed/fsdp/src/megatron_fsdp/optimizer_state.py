@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.dtensor import ShardSpec
 from megatron_fsdp.machine.device import Device
@@ -111,6 +112,12 @@ def mark_state(optimizer: torch.optim.Optimizer) -> None:
         spec = getattr(param, "megatron_fsdp_spec", None)
         if spec is not None:
             mark_param_state(spec, state)
+
+
+def count_unmarked(optimizer: torch.optim.Optimizer) -> int:
+    """How many DTensors of the state have torch's own `full_tensor`, which is wrong on uneven shards."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return sum(isinstance(value, DTensor) and "full_tensor" not in vars(value) for value in values)
 
 
 def mark_param_state(spec: ShardSpec, state: dict[str, Any]) -> None:
