@@ -33,13 +33,18 @@ class BackwardTurns:
         while self._gathered < stop:
             step = self.order.backward[self._gathered]
             self._gathered += 1
-            if not step.is_entry or not step.unit.joins_backward:
+            if not step.is_entry or not self.order.gathers_back(step.unit):
                 continue
             is_shown_everywhere = step.turn is None or (self.order.is_alike and step.unit not in self._lenders)
             if is_shown_everywhere:
                 self._gatherer.gather(step.unit)
             elif step.opens:  # it may be readable here, but not on a rank that left it out
                 self._gatherer.take_turn(step.unit)
+
+    def make_readable(self, unit: Unit) -> None:
+        """As the gatherer does, if backward reads the weights of `unit`. **Collective**."""
+        if not self.order.spares(unit):
+            self._gatherer.make_readable(unit)
 
     def gather_ahead(self, start: int) -> None:
         """Starts the gathers of what may come next, from step number `start` on. **Collective**."""

@@ -229,7 +229,7 @@ class Schedule:
         elif call is not None and call.turn is not None:
             self._walk_back(self._order.entry[call.turn] + 1)
         unit.enter(Phase.BACKWARD)
-        self._gatherer.make_readable(unit)
+        self._back.make_readable(unit)
 
     def _follow(self, call: Call | None) -> None:
         """Starts anew if `call` belongs to another forward: several may share one backward, if all ranks run the same.

@@ -126,6 +126,8 @@ class Unit:
         """Has a turn in every backward; a frozen unit only after one in which gradients have flowed through it."""
         self.is_in_backward = False
         """Gradients flow through it in the backward that runs."""
+        self.reads_weights_back: bool | None = None
+        """Backward needs its weights; None: no forward has said. All ranks agree, and once it is True it stays so."""
         self.input_versions: dict[int, int] = {}
         """Version counters of the tensors that the forward in progress was given."""
         self._unwritable = [raw for group in groups if group.loses_writes for raw in group.params]
