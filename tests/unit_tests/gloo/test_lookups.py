@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.unit_tests.harness.rank_pool import RankPool
+from tests.unit_tests.harness.sharded import poisoned_storage
 
 STEPS = 3
 WIDTH, ROWS = 8, 13
@@ -34,6 +35,24 @@ class Indexed(Table):
         return self.weight[places]
 
 
+class Padded(Table):
+    """Reads its weights in the backward of some batches."""
+
+    is_padded = False
+
+    def forward(self, places: torch.Tensor) -> torch.Tensor:
+        found = super().forward(places)
+        return found * self.weight.square().mean() if self.is_padded else found
+
+
+class Penalized(Table):
+    """Keeps, beside what it returns, a term of the loss whose backward reads the weights."""
+
+    def forward(self, places: torch.Tensor) -> torch.Tensor:
+        self.penalty = self.weight.square().mean()
+        return super().forward(places)
+
+
 class Body(nn.Module):
     """What follows the table."""
 
@@ -52,22 +71,29 @@ class Model(nn.Module):
         super().__init__()
         self.table, self.body = kind(ROWS, WIDTH), Body()
         self.how = how
-        self.skips = self.is_odd = False
+        self.skips = self.is_odd = self.is_late = False
         if how == "hooked":
             self.table.register_forward_hook(lambda module, places, found: found * module.weight.square().mean())
 
     def forward(self, places: torch.Tensor) -> torch.Tensor:
+        self.table.is_padded = self.is_late and not self.is_odd
+        return self._loss(places) + getattr(self.table, "penalty", 0.0)
+
+    def _loss(self, places: torch.Tensor) -> torch.Tensor:
         if self.skips:
             return self.body(torch.ones(*places.shape, WIDTH)).square().sum()
         if self.how == "unrecorded" and self.is_odd:
             with torch.no_grad():
                 x = self.table(places)
             return self.body(x).square().sum()
-        if self.how in ("reentrant", "non_reentrant"):
+        kind = self.how.removeprefix("late ") if self.is_late else self.how
+        if kind in ("reentrant", "non_reentrant"):
             needed = torch.zeros((), requires_grad=True)  # reentrant checkpoints know no other reason for a graph
-            x = checkpoint(self._both, places, needed, use_reentrant=self.how == "reentrant")
-        elif self.how == "twice":
-            x = self.body(self.table(places)) + self.table(places.flip(0))
+            x = checkpoint(self._both, places, needed, use_reentrant=kind == "reentrant")
+        elif self.how == "twice" or (self.how == "late twice" and self.is_late):
+            x = self.body(self.table(places))
+            self.table.is_padded = False
+            x = x + self.table(places.flip(0))
         else:
             x = self._both(places)
         return x.square().sum()
@@ -79,6 +105,17 @@ class Model(nn.Module):
 def batch(step: int, rank: int) -> torch.Tensor:
     """Places in the table."""
     return torch.randint(ROWS, (5,), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss(model: nn.Module, inner: Model, step: int, rank: int) -> torch.Tensor:
+    """Of one forward, or of as many as share a backward, the last of which reads no table."""
+    total = model(batch(step, rank))
+    if inner.how == "two forwards":
+        with torch.no_grad():
+            model(batch(step, rank))
+        inner.is_late = False
+        total = total + model(batch(step + 1, rank))
+    return total
 
 
 def made(kind: type, how: str) -> Model:
@@ -93,8 +130,8 @@ def train_whole(kind: type, how: str, world: int, skipping: int | None = None) -
     for step in range(STEPS):
         optimizer.zero_grad()
         for rank in range(world):
-            model.skips, model.is_odd = rank == skipping and step > 0, rank == 1
-            (model(batch(step, rank)) / world).backward()
+            model.skips, model.is_odd, model.is_late = rank == skipping and step > 0, rank == 1, step > 0
+            (loss(model, model, step, rank) / world).backward()
         optimizer.step()
     return [param.detach() for param in model.parameters()]
 
@@ -105,14 +142,16 @@ def train_sharded(kind: type, how: str, skipping: int | None = None) -> tuple[li
 
     model = made(kind, how)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Table, Body])
+    with poisoned_storage():
+        model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Table, Body])
     rank, steps = dist.get_rank(), []
     for step in range(STEPS):
         optimizer.zero_grad()
-        model.module.skips, model.module.is_odd = rank == skipping and step > 0, rank == 1
-        loss = model(batch(step, rank))
+        inner = model.module
+        inner.skips, inner.is_odd, inner.is_late = rank == skipping and step > 0, rank == 1, step > 0
+        total = loss(model, inner, step, rank)
         with gathers() as found:
-            loss.backward()
+            total.backward()
         optimizer.step()
         steps.append(found)
     return [param.full_tensor() for param in model.parameters()], steps
@@ -153,7 +192,14 @@ def test_a_table_that_is_only_looked_up_is_not_gathered_for_backward(ranks2: Ran
 
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [(Scaled, ""), (Table, "hooked"), (Table, "reentrant"), (Table, "non_reentrant"), (Table, "unrecorded")],
+    [
+        (Scaled, ""),
+        (Penalized, ""),
+        (Table, "hooked"),
+        (Table, "reentrant"),
+        (Table, "non_reentrant"),
+        (Table, "unrecorded"),
+    ],
 )
 def test_a_table_that_backward_reads_is_gathered(ranks2: RankPool, kind: type, how: str) -> None:
     for steps in check(ranks2, kind, how):
@@ -162,3 +208,21 @@ def test_a_table_that_backward_reads_is_gathered(ranks2: RankPool, kind: type, h
 
 def test_a_rank_that_skips_the_table_changes_nothing(ranks2: RankPool) -> None:
     check(ranks2, Table, "", skipping=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "skipping"),
+    [
+        (Padded, "", None),
+        (Padded, "late twice", None),
+        (Padded, "two forwards", None),
+        (Table, "non_reentrant", 1),
+        (Table, "late reentrant", 1),
+        (Table, "late non_reentrant", 1),
+    ],
+)
+def test_ranks_need_not_agree_on_what_backward_reads(
+    ranks2: RankPool, kind: type, how: str, skipping: int | None
+) -> None:
+    """One that reads the table, or recomputes its lookup, keeps it for its backward; the other gathers nothing."""
+    check(ranks2, kind, how, skipping)

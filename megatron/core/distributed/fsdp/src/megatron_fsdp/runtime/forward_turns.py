@@ -112,6 +112,8 @@ class ForwardTurns:
             self._begun = turn + 1
             return Call(forward, turn=turn)
         if self._is_known_alike:  # all ranks come here, and here
+            if unit.is_retained and unit.phase is Phase.RESTING:  # others have released it
+                self._gatherer.take_turn(unit)
             self._extra.append(_Extra(Call(forward), unit, self._begun))
             return self._extra[-1].call
         self._follow_to_its_end()
@@ -215,14 +217,14 @@ class ForwardTurns:
                 firsts[call.turn] = together.setdefault(call.checkpoint, call.turn)
         everyone = self._forum.units
         joins = [self._joins(unit, is_alike) for unit in everyone]
-        reads = [unit.reads_weights_back is not False for unit in everyone]
+        reads = [unit.has_read_back is not False for unit in everyone]
         highest = iter(self._forum.highest([*ends, *(-first for first in firsts), *joins, *reads]))
         ends, firsts = list(itertools.islice(highest, len(units))), [-next(highest) for _ in units]
         for unit in everyone:
             unit.joins_backward = bool(next(highest))
         for unit, reads_weights in zip(everyone, highest, strict=True):
             if self._is_recorded:
-                unit.reads_weights_back = bool(reads_weights)
+                unit.reads_weights_back = bool(reads_weights) or not is_alike
         before = self._order
         if before is not None and (before.forward, before.ends, before.firsts) == (units, ends, firsts):
             return before

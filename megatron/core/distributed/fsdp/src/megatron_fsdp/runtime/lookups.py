@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
+
+from megatron_fsdp.runtime.calls import Call
+from megatron_fsdp.runtime.unit import Unit
 
 #: Nodes that save no values of what was looked up, as autograd names them (torch 2.11 to 2.13); the last two are
 #: megatron-core's, of its vocabulary-parallel embedding.
@@ -22,6 +25,25 @@ _LOOKUPS = frozenset(
 )
 #: A graph of more nodes than this is no lookup.
 _MOST_NODES = 8
+
+
+def note_reads(unit: Unit, call: Call | None, outputs: Sequence[torch.Tensor]) -> None:
+    """Notes if the backward of a unit's forward that ends reads its weights.
+
+    What is recomputed does. A unit that, all ranks have agreed, backward does not gather stays gathered here: the other
+    ranks cannot know.
+    """
+    if unit.is_root:
+        return
+    are_held, is_recomputed = unit.has_new_holders(), call is not None and call.checkpoint is not None
+    if not torch.is_grad_enabled() and not is_recomputed:
+        return
+    reads = unit.has_read_back or is_recomputed or are_held or backward_reads_weights(outputs)
+    if reads or outputs:
+        unit.has_read_back = reads
+    if call is not None:
+        call.reads_weights = reads
+        unit.is_retained |= reads and not unit.reads_weights_back
 
 
 def backward_reads_weights(outputs: Iterable[torch.Tensor]) -> bool:
