@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.unit_tests.harness.rank_pool import RankPool
-from tests.unit_tests.mcore.models import gpt_config, gpt_model, initialize_groups, tokens
 from tests.unit_tests.mcore.training import (
     Case,
     Record,
@@ -209,20 +208,3 @@ def test_megatron_core_finds_the_model_inside(mcore_ranks2: RankPool) -> None:
         "name": "module.module.embedding.word_embeddings.weight",
     }
     assert mcore_ranks2.run(wrapped_attributes) == [expected] * 2
-
-
-def vocabulary_lookups() -> list[bool]:
-    from megatron_fsdp.runtime.lookups import backward_reads_weights
-
-    initialize_groups()
-    found = []
-    for deterministic in (False, True):
-        model = gpt_model(gpt_config(deterministic_mode=deterministic))
-        places = tokens(0)
-        found.append(backward_reads_weights([model.embedding.word_embeddings(places)]))
-    return found
-
-
-def test_backward_reads_no_vocabulary_table(mcore_ranks2: RankPool) -> None:
-    """So that it need not be gathered: autograd knows megatron-core's lookup and its collectives by these names."""
-    assert mcore_ranks2.run(vocabulary_lookups) == [[False, False]] * 2

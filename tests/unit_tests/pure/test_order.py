@@ -13,11 +13,6 @@ class Named:
 
     fqn: str
     joins_backward: bool = True
-    reads_weights_back: bool | None = None
-
-    @property
-    def is_root(self) -> bool:
-        return not self.fqn
 
 
 ROOT = Named("")
@@ -90,14 +85,6 @@ def test_what_comes_next_leaves_out_who_does_not_join():
     order, units = order_of("a", "b", "c", frozen="b")
     assert [unit for _, unit in order.entries_from(0)] == [ROOT, units["c"], units["a"]]
     assert list(order.entries_from(2)) == [(order.entry[0], units["a"])]
-
-
-def test_backward_spares_what_reads_no_weights_there_where_all_ranks_run_alike():
-    order, units = order_of("a", "b", "c")
-    units["a"].reads_weights_back, units["b"].reads_weights_back = True, False
-    assert [unit for _, unit in order.entries_from(0)] == [ROOT, units["c"], units["a"]]
-    unlike = Order(order.forward, ROOT, is_alike=False)
-    assert [unit for _, unit in unlike.entries_from(0)] == [ROOT, units["c"], units["b"], units["a"]]
 
 
 def test_what_nobody_asked_for_follows_its_neighbour():

@@ -63,18 +63,6 @@ def accumulates_gradient(leaf: torch.Tensor) -> bool:
         return False
 
 
-def holders_of(leaf: torch.Tensor) -> tuple[int, int]:
-    """How many hold `leaf`, and how many its storage, as a graph does that has saved it or a view of it.
-
-    The leaf's own accumulating node counts as one, whether it was there or not. (`_use_count` of tensors and
-    `_storage_Use_Count`: torch 2.11 to 2.13.)
-    """
-    node = torch.autograd.graph.get_gradient_edge(leaf).node if leaf.requires_grad else None
-    held = leaf._use_count(), torch._C._storage_Use_Count(leaf.untyped_storage()._cdata)
-    del node
-    return held
-
-
 def has_hooks(leaf: torch.Tensor) -> bool:
     """Hooks see the gradients of `leaf` (`_backward_hooks`: torch 1.0 to 2.13; the other one's: torch 2.1 to 2.13)."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)

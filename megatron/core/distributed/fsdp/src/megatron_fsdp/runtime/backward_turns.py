@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Container
 
 from megatron_fsdp.machine.torch_compat import graph_task, node_number
-from megatron_fsdp.runtime.calls import Call, Forward
+from megatron_fsdp.runtime.calls import Forward
 from megatron_fsdp.runtime.gatherer import Gatherer, Prefetch
 from megatron_fsdp.runtime.order import Order, Step
 from megatron_fsdp.runtime.unit import Unit
@@ -33,18 +33,13 @@ class BackwardTurns:
         while self._gathered < stop:
             step = self.order.backward[self._gathered]
             self._gathered += 1
-            if not step.is_entry or not self.order.gathers_back(step.unit):
+            if not step.is_entry or not step.unit.joins_backward:
                 continue
             is_shown_everywhere = step.turn is None or (self.order.is_alike and step.unit not in self._lenders)
             if is_shown_everywhere:
                 self._gatherer.gather(step.unit)
             elif step.opens:  # it may be readable here, but not on a rank that left it out
                 self._gatherer.take_turn(step.unit)
-
-    def make_readable(self, unit: Unit, call: Call | None) -> None:
-        """As the gatherer does, if the backward of a unit's `call` reads its weights. **Collective**."""
-        if call is None or call.reads_weights or not self.order.spares(unit):
-            self._gatherer.make_readable(unit)
 
     def gather_ahead(self, start: int) -> None:
         """Starts the gathers of what may come next, from step number `start` on. **Collective**."""

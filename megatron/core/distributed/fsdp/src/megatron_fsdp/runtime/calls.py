@@ -37,8 +37,6 @@ class Call:
     """Number of the node of that checkpoint."""
     saved_by: int | None = dataclasses.field(default_factory=saving_checkpoint)
     """Names the checkpoint without reentrance that it is in."""
-    reads_weights: bool = True
-    """Its backward may read the unit's weights."""
     carries_grad: bool = False
     """Gradients may come to what it returned."""
     has_been_repeated: bool = False

@@ -112,8 +112,6 @@ class ForwardTurns:
             self._begun = turn + 1
             return Call(forward, turn=turn)
         if self._is_known_alike:  # all ranks come here, and here
-            if unit.is_retained and unit.phase is Phase.RESTING:  # others have released it
-                self._gatherer.take_turn(unit)
             self._extra.append(_Extra(Call(forward), unit, self._begun))
             return self._extra[-1].call
         self._follow_to_its_end()
@@ -130,7 +128,7 @@ class ForwardTurns:
     def keeps(self, unit: Unit, turn: int | None) -> bool:
         """The unit, whose turn is over, stays gathered for its backward on every rank."""
         is_last = not self._is_asking and turn == len(self._order.forward) - 1
-        return is_last and self._is_recorded and self._order.gathers_back(unit)
+        return is_last and self._is_recorded and unit.joins_backward
 
     @property
     def latest(self) -> int:
@@ -206,7 +204,7 @@ class ForwardTurns:
         """The order of these turns, from what ranks called inside each and recompute as one. **Collective**.
 
         Gives a turn in backward to every unit that needs one on some rank, frozen though it may be: gradients flow
-        through it, or if ranks differ, it may be recomputed. A unit is gathered there if some rank reads its weights.
+        through it, or if ranks differ, it may be recomputed.
         """
         calls = self._root_call.inner
         ends, firsts = list(range(len(units))), list(range(len(units)))
@@ -215,16 +213,11 @@ class ForwardTurns:
             ends[call.turn] = max(ends[call.turn], calls[call.last].turn)
             if call.checkpoint is not None and not is_alike:
                 firsts[call.turn] = together.setdefault(call.checkpoint, call.turn)
-        everyone = self._forum.units
-        joins = [self._joins(unit, is_alike) for unit in everyone]
-        reads = [unit.has_read_back is not False for unit in everyone]
-        highest = iter(self._forum.highest([*ends, *(-first for first in firsts), *joins, *reads]))
-        ends, firsts = list(itertools.islice(highest, len(units))), [-next(highest) for _ in units]
-        for unit in everyone:
-            unit.joins_backward = bool(next(highest))
-        for unit, reads_weights in zip(everyone, highest, strict=True):
-            if self._is_recorded:
-                unit.reads_weights_back = bool(reads_weights) or not is_alike
+        joins = [self._joins(unit, is_alike) for unit in self._forum.units]
+        highest = self._forum.highest([*ends, *(-first for first in firsts), *joins])
+        ends, firsts = highest[: len(units)], [-first for first in highest[len(units) : 2 * len(units)]]
+        for unit, joins_backward in zip(self._forum.units, highest[2 * len(units) :], strict=True):
+            unit.joins_backward = bool(joins_backward)
         before = self._order
         if before is not None and (before.forward, before.ends, before.firsts) == (units, ends, firsts):
             return before

@@ -133,8 +133,8 @@ class Gatherer:
         unit.is_ahead = True
 
     def release(self, unit: Unit) -> None:
-        """Frees the gathered weights of `unit` once the work issued so far has read them, unless it is to stay."""
-        if unit.is_resident or unit.is_retained:
+        """Frees the gathered weights of `unit` once the work issued so far has read them, unless it is resident."""
+        if unit.is_resident:
             unit.show_sharded()
         else:
             self.let_go(unit)
@@ -142,7 +142,7 @@ class Gatherer:
     def let_go(self, unit: Unit) -> None:
         """Frees the gathered weights of `unit` once the work issued so far has read them."""
         unit.show_sharded()
-        unit.is_ahead = unit.is_retained = False
+        unit.is_ahead = False
         if not unit.holds_gathered:
             return
         self._wait_for(unit)  # it may have been prefetched and never used

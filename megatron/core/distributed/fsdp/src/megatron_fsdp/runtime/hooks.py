@@ -18,7 +18,6 @@ from torch.autograd.graph import register_multi_grad_hook
 from megatron_fsdp.machine.torch_compat import in_backward, uncompiled, version_of
 from megatron_fsdp.runtime import linear_grads
 from megatron_fsdp.runtime.calls import Call
-from megatron_fsdp.runtime.lookups import note_reads
 from megatron_fsdp.runtime.moment import check_not_taken, end_interrupted_forward
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.stray_reads import explain
@@ -63,7 +62,6 @@ class _UnitHooks:
             schedule.recompute_forward(unit)
         else:
             schedule.pre_forward(unit)
-            unit.note_holders()
         unit.note_weights()
         schedule.watch.enter(unit)
 
@@ -75,7 +73,6 @@ class _UnitHooks:
         call = unit.open_calls.pop() if unit.open_calls else None
         tensors = list(tensors_in(output))
         awaits_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        own = []
         if awaits_backward:
             # The gradient of an input that is handed through, unchanged, arrives in another unit's turn.
             given = {id(value) for value in (*args, *kwargs.values()) if unit.left_alone(value)}
@@ -83,7 +80,6 @@ class _UnitHooks:
             if own:
                 _on_first_gradient(own, functools.partial(self.pre_backward, schedule.generation, call))
         if unit.phase is not Phase.BACKWARD:
-            note_reads(unit, call, own)
             schedule.post_forward(unit, call, awaits_backward=awaits_backward, lends=unit.lends(tensors))
 
     @uncompiled

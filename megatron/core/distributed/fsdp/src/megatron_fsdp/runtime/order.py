@@ -71,14 +71,6 @@ class Order:
         index = bisect.bisect_left(turns, start)
         return turns[index] if index < len(turns) else None
 
-    def spares(self, unit: Unit) -> bool:
-        """Backward does without the unit's weights, on every rank; one that did not run it could not know."""
-        return unit.reads_weights_back is False and self.is_alike and not unit.is_root
-
-    def gathers_back(self, unit: Unit) -> bool:
-        """Backward gathers the unit in its turns."""
-        return unit.joins_backward and not self.spares(unit)
-
     def entries_from(self, start: int) -> Iterator[tuple[int, Unit]]:
         """Number and unit of the steps from number `start` on at which something is gathered in backward.
 
@@ -90,7 +82,7 @@ class Order:
                 released.add(step.unit)
             elif step.is_entry and step.unit in released:
                 return
-            elif step.is_entry and self.gathers_back(step.unit):
+            elif step.is_entry and step.unit.joins_backward:
                 yield number, step.unit
 
     def _steps(self) -> Iterator[Step]:

@@ -122,7 +122,7 @@ class Schedule:
             self._lenders.clear()
             self._awaited = 0
         for unit in self.units:
-            unit.begin_forward(awaits_backward=self._awaited > 0)
+            unit.open_calls = []
         return self._turns.begin()
 
     def _refresh_all(self) -> None:
@@ -229,7 +229,7 @@ class Schedule:
         elif call is not None and call.turn is not None:
             self._walk_back(self._order.entry[call.turn] + 1)
         unit.enter(Phase.BACKWARD)
-        self._back.make_readable(unit, call)
+        self._gatherer.make_readable(unit)
 
     def _follow(self, call: Call | None) -> None:
         """Starts anew if `call` belongs to another forward: several may share one backward, if all ranks run the same.
@@ -316,12 +316,13 @@ class Schedule:
         self._in_backward = False
         self._awaited -= 1
         for unit in self.units:
-            unit.end_backward(awaits_another=self._awaited > 0)
             if self._awaited > 0 and unit in self._lenders:  # another backward begins with its weights, on any rank
                 unit.enter(Phase.RESTING)
                 unit.show_sharded()
             else:
                 self._end_unit(unit)
+            unit.joins_backward |= unit.is_in_backward
+            unit.is_in_backward = False
 
     def end_interrupted_backward(self) -> None:
         """Releases what a backward that raised has left behind, and forgets its gradients; nothing if none did."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.machine.device import Event
-from megatron_fsdp.machine.torch_compat import awaits_gradient, holders_of, storage_id, version_of, versions_of
+from megatron_fsdp.machine.torch_compat import awaits_gradient, storage_id, version_of, versions_of
 from megatron_fsdp.state.param_group import ParamGroup
 from megatron_fsdp.state.tensor_parallel import local_part
 
@@ -126,14 +126,6 @@ class Unit:
         """Has a turn in every backward; a frozen unit only after one in which gradients have flowed through it."""
         self.is_in_backward = False
         """Gradients flow through it in the backward that runs."""
-        self.reads_weights_back = True
-        """Backward gathers its weights; all ranks agree."""
-        self.has_read_back: bool | None = None
-        """The backward of some forward of it has needed its weights on this rank; None: no forward has said."""
-        self.is_retained = False
-        """Stays gathered, on this rank alone, for a backward that reads its weights and does not gather them."""
-        self._held_before: list[int] | None = None
-        """How many held each weight when the forward in progress began."""
         self.input_versions: dict[int, int] = {}
         """Version counters of the tensors that the forward in progress was given."""
         self._unwritable = [raw for group in groups if group.loses_writes for raw in group.params]
@@ -206,38 +198,6 @@ class Unit:
                     "that modules see are copies of the main weights. Change parameters between steps, through "
                     "to_local() or full_params()."
                 )
-
-    def note_holders(self) -> None:
-        """Remembers who holds the weights before a forward. One inside another cannot be told from it."""
-        if self.has_read_back or self.is_root:
-            return
-        self.has_read_back = self._held_before is not None or self.has_read_back
-        self._held_before = self._counts()
-
-    def has_new_holders(self) -> bool:
-        """Something has kept weights, or views of them, in the forward that ends: its graph, or the module.
-
-        Counts may also fall meanwhile: another thread lets go of what a gather has written to.
-        """
-        before, self._held_before = self._held_before, None
-        return before is None or any(now > then for now, then in zip(self._counts(), before, strict=True))
-
-    def _counts(self) -> list[int] | None:
-        raws = [param.raw for param in self.params]
-        if any(type(raw) is not nn.Parameter for raw in raws):
-            return None
-        return [count for raw in raws for count in holders_of(raw)]
-
-    def begin_forward(self, *, awaits_backward: bool) -> None:
-        """A forward of the whole model begins; the backward of an earlier one may come."""
-        self.open_calls, self._held_before = [], None
-        self.is_retained &= awaits_backward
-
-    def end_backward(self, *, awaits_another: bool) -> None:
-        """A backward of the whole model is over."""
-        self.is_retained &= awaits_another
-        self.joins_backward |= self.is_in_backward
-        self.is_in_backward = False
 
     def left_alone(self, value: object) -> bool:
         """`value`, an input of the unit's forward, has not been changed in place by it."""
