@@ -309,9 +309,3 @@ def make_sharded_param(param: ManagedParam, group: ParamGroup, slot: int, index:
     sharded.megatron_fsdp_spec = spec
     group.watch(sharded)
     return sharded
-
-
-def cast_grad(sharded: nn.Parameter, final: torch.Tensor) -> DTensor:
-    """The finalized gradient of a sharded parameter in its dtype; every rank has one, perhaps of no rows."""
-    spec: ShardSpec = sharded.megatron_fsdp_spec
-    return spec.wrap(final.to(sharded.dtype))

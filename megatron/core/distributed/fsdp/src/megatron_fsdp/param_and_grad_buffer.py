@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from megatron_fsdp.dtensor import cast_grad
 from megatron_fsdp.grad_handles import GradHandles
 from megatron_fsdp.machine.allocator import StoragePool
 from megatron_fsdp.runtime.schedule import Schedule
@@ -31,6 +30,9 @@ class ParamAndGradBuffer:
         managed = {id(param.raw): param for unit in schedule.units for param in unit.params}
         self._members = {id(group): [managed[id(raw)] for raw in group.params] for group in self.parameter_groups}
         self._handles = GradHandles()
+        """Over the buffers themselves."""
+        self._copies = GradHandles()
+        """Over copies in the dtype of parameters that have another one than gradients accumulate in."""
         schedule.before_gradients = weakref.WeakMethod(self.forget_dropped)
         self._attached: dict[int, tuple[torch.Tensor | None, int]] = {}
         """What was attached last, and the generation it holds, by id of the sharded parameter."""
@@ -67,24 +69,33 @@ class ParamAndGradBuffer:
         self._schedule.wait_for_reductions()
         self.forget_dropped()
         for group, members in self._trained_groups():
+            shown: tuple[torch.Tensor, GradHandles] | None = None
             is_final = group.main_grad.state is GradState.FINAL
-            final = group.main_grad.final.data if is_final else None
             for param, span in zip(members, group.main_grad.final_spans, strict=True):
                 self._check_grad(param)
-                self._attach(group, param.sharded, final, span)
+                if is_final and self._has_had_final(group, param.sharded):
+                    continue
+                if is_final and shown is None:
+                    shown = self._shown(group, members)
+                self._attach(group, param.sharded, shown, span)
 
-    def _attach(self, group: ParamGroup, sharded: nn.Parameter, final: torch.Tensor | None, span: Span) -> None:
-        """Gives the parameter its `span` of the group's final gradient, unless it has had that; None without one."""
-        if final is not None and self._has_had_final(group, sharded):
-            return
-        if final is None:
+    def _shown(self, group: ParamGroup, members: list[ManagedParam]) -> tuple[torch.Tensor, GradHandles]:
+        """A finalized gradient as parameters have it: the buffer's own, or a copy in their dtype."""
+        final, dtype = group.main_grad.final.data, members[0].sharded.dtype
+        if self._use_decoupled_grad or final.dtype == dtype:
+            return final, self._handles
+        self._copies.let_go(param.sharded for param in members)  # they show an earlier gradient, if any
+        return final.to(dtype), self._copies
+
+    def _attach(
+        self, group: ParamGroup, sharded: nn.Parameter, shown: tuple[torch.Tensor, GradHandles] | None, span: Span
+    ) -> None:
+        """Gives the parameter its `span` of what is `shown` of the group's final gradient; None if it is not final."""
+        if shown is None:
             sharded.grad = None
-        elif self._use_decoupled_grad:
-            sharded.decoupled_grad = self._handles.of(sharded, final, span)
-        elif group.facts.grad_dtype == sharded.dtype:
-            sharded.grad = self._handles.of(sharded, final, span)
         else:
-            sharded.grad = cast_grad(sharded, span.view(final))
+            data, handles = shown
+            setattr(sharded, "decoupled_grad" if self._use_decoupled_grad else "grad", handles.of(sharded, data, span))
         self._attached[id(sharded)] = (self._grad(sharded), group.main_grad.generation)
 
     def _has_had_final(self, group: ParamGroup, sharded: nn.Parameter) -> bool:
@@ -173,7 +184,8 @@ class ParamAndGradBuffer:
                 param.raw.grad_added_to_main_grad = False
         is_final = group.main_grad.state is GradState.FINAL
         if len(slots) == len(members) or (is_final and all(self._grad(param.sharded) is None for param in members)):
-            self._handles.let_go(param.sharded for param in members)
+            for handles in (self._handles, self._copies):
+                handles.let_go(param.sharded for param in members)
             group.main_grad.reset()
         else:
             group.main_grad.forget(slots)

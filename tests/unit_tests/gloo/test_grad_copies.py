@@ -1,0 +1,80 @@
+"""Gradients of parameters of another dtype than gradients accumulate in: copies, which the same DTensors show."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.unit_tests.harness.models import OddShapes, square_loss
+from tests.unit_tests.harness.optimizing import batches, build
+from tests.unit_tests.harness.rank_pool import RankPool
+
+
+def made(strategy: int):
+    """A bf16 model whose gradients accumulate in bf16 and whose main weights are fp32. **Collective.**"""
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
+
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.bfloat16)
+    return fully_shard_model(
+        build().bfloat16(), fsdp_unit_modules=[OddShapes], zero_dp_strategy=strategy, mixed_precision_policy=policy
+    )
+
+
+def backward(model, batch) -> None:
+    inputs, target = (tensor.bfloat16() for tensor in batch[dist.get_rank()])
+    square_loss(model(inputs), target).backward()
+    model.finish_grad_sync()
+
+
+def grads(model) -> list[torch.Tensor]:
+    return [param.grad.full_tensor() for param in model.parameters()]
+
+
+def step_by_step(strategy: int) -> dict:
+    from megatron_fsdp.dtensor import ShardSpec
+
+    model = made(strategy)
+    first, second, third = batches(dist.get_world_size())
+    backward(model, first)
+    held = {name: param.grad for name, param in model.named_parameters()}
+    before = grads(model)
+    model.zero_grad()
+    backward(model, second)
+    is_kept = all(map(torch.equal, before, (grad.full_tensor() for grad in held.values())))
+    is_fp32 = {param.grad.dtype for param in model.parameters()} == {torch.float32}
+    ours = grads(model)
+    held.clear()
+    model.zero_grad()
+    backward(model, third)
+    model.zero_grad()
+    with mock.patch.object(ShardSpec, "wrap", autospec=True, side_effect=ShardSpec.wrap) as wrap:
+        backward(model, second)
+        counted = wrap.call_count
+    is_same = all(map(torch.equal, ours, grads(model)))
+    backward(model, second)  # adds up
+    doubled = [grad * 2 for grad in ours]
+    is_sum = all(map(torch.equal, doubled, grads(model)))
+    is_rounded = all(torch.equal(grad, grad.bfloat16().float()) for grad in ours)
+    return {"kept": is_kept, "fp32": is_fp32, "same": is_same, "sum": is_sum, "rounded": is_rounded, "made": counted}
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_copies_hold_what_was_accumulated_and_cost_no_dtensors(ranks2: RankPool, strategy: int) -> None:
+    expected = {"kept": True, "fp32": True, "same": True, "sum": True, "rounded": True, "made": 0}
+    assert ranks2.run(step_by_step, strategy) == [expected] * 2
+
+
+def memory_after_zero_grad() -> bool:
+    from megatron_fsdp.machine.torch_compat import local_tensor
+
+    model = made(3)
+    backward(model, batches(dist.get_world_size())[0])
+    storages = [local_tensor(param.grad).untyped_storage() for param in model.parameters()]
+    references = [local_tensor(param.grad) for param in model.parameters()]
+    model.zero_grad()
+    return all(tensor.numel() == 0 for tensor in references) and bool(storages)
+
+
+def test_copies_are_freed_with_the_gradients(ranks2: RankPool) -> None:
+    assert ranks2.run(memory_after_zero_grad) == [True] * 2
