@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.machine.torch_compat import foreach_mul_, foreach_norm
+from megatron_fsdp.machine.torch_compat import foreach_mul_, foreach_norm, local_tensor, waited
 
 #: As in megatron-core: keeps a zero norm from dividing by zero.
 _CLIP_EPS = 1e-6
@@ -14,13 +14,24 @@ _CLIP_EPS = 1e-6
 
 def local_grads(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """This rank's rows of each gradient, those without rows left out. Shares storage."""
-    rows = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-    return [grad.detach() for grad in rows if grad.numel() > 0]
+    # Not `to_local()`, which autograd would know of: the device has nothing to do while these are gone through.
+    rows = [waited(local_tensor(grad)) if isinstance(grad, DTensor) else grad.detach() for grad in grads]
+    return [grad for grad in rows if grad.numel() > 0]
 
 
 def counted_here(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """`local_grads` without copies that another rank counts: on a replicated mesh axis the first rank counts alone."""
-    return local_grads([grad for grad in grads if not isinstance(grad, DTensor) or _is_first_copy(grad)])
+    is_first: dict[tuple, bool] = {}  # most lie alike
+    mine = []
+    for grad in grads:
+        if isinstance(grad, DTensor):
+            key = id(grad.device_mesh), grad.placements
+            if key not in is_first:
+                is_first[key] = _is_first_copy(grad)
+            if not is_first[key]:
+                continue
+        mine.append(grad)
+    return local_grads(mine)
 
 
 def total_norm(grads: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
