@@ -8,7 +8,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.machine.torch_compat import foreach_mul_, foreach_norm
+from megatron_fsdp.machine.torch_compat import foreach_mul_, foreach_norm, local_tensor, waited
 from megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_fsdp.plan.strategy import Placement
 from megatron_fsdp.state.param_group import ParamGroup
@@ -38,19 +38,19 @@ def clip_grad_norm(
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; expected a number above 0, or inf")
     trained = [(group, param.sharded) for group, param in buffer.trained()]
+    groups = {id(group): group for group, _ in trained}
     # Of all groups, not of the gradients that this rank happens to hold: ranks must reduce one dtype.
-    dtypes = [dtype for group, _ in trained for dtype in (group.facts.grad_dtype, group.facts.main_dtype)]
+    dtypes = [dtype for group in groups.values() for dtype in (group.facts.grad_dtype, group.facts.main_dtype)]
     dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
     grads = [(group, sharded.megatron_fsdp_spec, _grad(sharded)) for group, sharded in trained]
     grads = [(group, spec, grad) for group, spec, grad in grads if grad is not None]
     rows = [grad for _, _, grad in grads]
-    is_spread = any(not _is_everywhere(group, dp_group) for group, _ in trained)
-    counted = [
-        grad for group, spec, grad in grads if (not is_spread or _counts_here(group)) and spec.cut_over_tp.counts_here
-    ]
+    is_spread = any(not _is_everywhere(group, dp_group) for group in groups.values())
+    counts_here = {key: not is_spread or _counts_here(group) for key, group in groups.items()}
+    counted = [grad for group, spec, grad in grads if counts_here[id(group)] and spec.cut_over_tp.counts_here]
     total = _local(counted, norm_type, dtype, buffer.parameter_groups[0].facts.device)
-    for group in ([dp_group] if is_spread else []) + ([tp_group] if tp_group is not None else []):
-        dist.all_reduce(total, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
+    for ranks in ([dp_group] if is_spread else []) + ([tp_group] if tp_group is not None else []):
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=ranks)
     norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
     if rows:
         foreach_mul_(rows, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
@@ -61,7 +61,7 @@ def _grad(sharded: torch.Tensor) -> torch.Tensor | None:
     """This rank's rows of the attached gradient."""
     grad = getattr(sharded, "decoupled_grad", None)
     grad = sharded.grad if grad is None else grad
-    return None if grad is None else grad.to_local()
+    return None if grad is None else waited(local_tensor(grad))  # `to_local()` would tell autograd
 
 
 def _is_everywhere(group: ParamGroup, dp_group: dist.ProcessGroup) -> bool:
