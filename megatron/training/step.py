@@ -1,5 +1,6 @@
 """One optimizer step over all micro-batches, and the same without gradients."""
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -50,12 +51,14 @@ def train_step(run: Run) -> StepResult:
         raise _not_finite(run, f"a gradient of iteration {run.state.iteration + 1} is not finite: {error}") from error
     if run.plan.checks_for_nan:
         _check_finite(run, "loss", loss)
+        # While the weights are updated the host goes on to the next iteration: it has nothing to wait for after that.
+        run.optimizer.on_grad_norm = functools.partial(_check_finite, run, "gradient norm")
     is_updated, grad_norm, num_zeros = run.optimizer.step()
     if is_updated:
         if run.config.optimizer.clip_grad == 0:
             grad_norm = run.optimizer.get_grad_norm()  # megatron-core takes it only to clip by it.
-        if run.plan.checks_for_nan:
-            _check_finite(run, "gradient norm", grad_norm)
+            if run.plan.checks_for_nan:
+                _check_finite(run, "gradient norm", grad_norm)
         run.scheduler.step(run.plan.global_batch_size)
     return StepResult(
         loss=loss,

@@ -216,6 +216,34 @@ def test_a_nan_on_one_rank_stops_every_rank(mcore_ranks2):
     mcore_ranks2.run_expecting(NotFiniteError, message, train_poisoned, "")
 
 
+def train_with_an_infinite_norm(flags: str) -> tuple[str, bool]:
+    """The error, and whether the weights have stayed what they were."""
+    from megatron.training import step
+    from megatron_fsdp.mcore import grad_stats
+
+    kept = []
+    train_step = step.train_step
+
+    def noted(run):
+        params = [param.to_local() for group in run.optimizer.param_groups for param in group["params"]]
+        kept.extend((param, param.clone()) for param in params)
+        return train_step(run)
+
+    with (
+        mock.patch.object(grad_stats, "total_norm", lambda grads, group, device: torch.tensor(float("inf"))),
+        mock.patch("megatron.training.loop.train_step", noted),
+        pytest.raises(step.NotFiniteError) as caught,
+    ):
+        train("--train-iters 4 --lr-warmup-iters 0 " + flags)
+    return str(caught.value), all(torch.equal(param, before) for param, before in kept)
+
+
+def test_an_infinite_norm_is_noticed_before_anything_is_updated(mcore_ranks2):
+    for message, is_kept in mcore_ranks2.run(train_with_an_infinite_norm, "--clip-grad 1.0"):
+        assert message.startswith("the gradient norm of iteration 1 is inf, with learning rate")
+        assert is_kept
+
+
 def test_unchecked_nans_are_counted(mcore_ranks2):
     flags = "--no-check-for-nan-in-loss-and-grad --log-interval 4"
     (line,) = mcore_ranks2.run(train_poisoned, flags)[0].output.splitlines()

@@ -44,6 +44,8 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         self.model_chunks = list(model_chunks)
         self.is_stub_optimizer = False
         self.grad_stats_parallel_group = grad_stats_group
+        self.on_grad_norm: Callable[[torch.Tensor], None] = lambda norm: None
+        """Given the norm, a scalar tensor, before it clips and before anything is updated; may raise, on every rank."""
 
     def _grads(self) -> list[torch.Tensor]:
         """Gradients of distinct parameters, as DTensors; a tied parameter counts once."""
@@ -71,6 +73,7 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         """Clips the gradients to norm `clip_grad`; gives back the norm before. **Collective.**"""
         grads = self._grads()
         norm = grad_stats.total_norm(grads, self.grad_stats_parallel_group, self._device())
+        self.on_grad_norm(norm)
         grad_stats.clip_by_norm(grads, clip_grad, norm)
         return norm
 
