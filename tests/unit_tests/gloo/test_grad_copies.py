@@ -5,20 +5,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.unit_tests.harness.models import OddShapes, square_loss
 from tests.unit_tests.harness.optimizing import batches, build
 from tests.unit_tests.harness.rank_pool import RankPool
 
 
-def made(strategy: int):
-    """A bf16 model whose gradients accumulate in bf16 and whose main weights are fp32. **Collective.**"""
+def made(strategy: int, accumulates: torch.dtype = torch.bfloat16, **options):
+    """A bf16 model whose main weights are fp32. **Collective.**"""
     from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 
-    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.bfloat16)
-    return fully_shard_model(
-        build().bfloat16(), fsdp_unit_modules=[OddShapes], zero_dp_strategy=strategy, mixed_precision_policy=policy
-    )
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=accumulates)
+    options |= {"zero_dp_strategy": strategy, "mixed_precision_policy": policy}
+    return fully_shard_model(build().bfloat16(), fsdp_unit_modules=[OddShapes], **options)
 
 
 def backward(model, batch) -> None:
@@ -65,16 +65,41 @@ def test_copies_hold_what_was_accumulated_and_cost_no_dtensors(ranks2: RankPool,
     assert ranks2.run(step_by_step, strategy) == [expected] * 2
 
 
-def memory_after_zero_grad() -> bool:
+def is_memory_freed(by: str) -> bool:
     from megatron_fsdp.machine.torch_compat import local_tensor
 
     model = made(3)
     backward(model, batches(dist.get_world_size())[0])
     storages = [local_tensor(param.grad).untyped_storage() for param in model.parameters()]
-    references = [local_tensor(param.grad) for param in model.parameters()]
-    model.zero_grad()
-    return all(tensor.numel() == 0 for tensor in references) and bool(storages)
+    memory = [StorageWeakRef(storage) for storage in storages if storage.nbytes()]
+    del storages
+    assert memory
+    assert not any(storage.expired() for storage in memory)
+    getattr(model, by)()
+    return all(storage.expired() for storage in memory)
 
 
-def test_copies_are_freed_with_the_gradients(ranks2: RankPool) -> None:
-    assert ranks2.run(memory_after_zero_grad) == [True] * 2
+@pytest.mark.parametrize("by", ["zero_grad"])
+def test_copies_are_freed_with_the_gradients(ranks2: RankPool, by: str) -> None:
+    assert ranks2.run(is_memory_freed, by) == [True] * 2
+
+
+def hold_local_tensors(accumulates: torch.dtype) -> list[bool]:
+    model = made(3, accumulates)
+    first, second, third = batches(dist.get_world_size())
+    backward(model, first)
+    with torch.no_grad():  # `to_local()` gives the very tensor then, not an alias
+        held = [param.grad.to_local() for param in model.parameters()]
+    before = [local.clone() for local in held]
+    kept = []
+    for batch in (second, third):
+        model.zero_grad()
+        kept.append(all(map(torch.equal, before, held)))
+        backward(model, batch)
+        kept.append(all(map(torch.equal, before, held)))
+    return kept
+
+
+@pytest.mark.parametrize("accumulates", [torch.bfloat16, torch.float32], ids=str)
+def test_held_local_tensors_keep_their_values(ranks2: RankPool, accumulates: torch.dtype) -> None:
+    assert ranks2.run(hold_local_tensors, accumulates) == [[True] * 4] * 2

@@ -49,13 +49,20 @@ class GradHandles:
         return self._made[key]
 
     def let_go(self, params: Iterable[nn.Parameter]) -> None:
-        """Points at nothing, so that buffers can be freed. What somebody else holds keeps its memory and values."""
+        """Points at nothing, so that buffers can be freed. What somebody else holds keeps its memory and values.
+
+        That may be the local tensor alone: without gradients being recorded `to_local()` gives it, and no alias.
+        """
         keys = {id(sharded) for sharded in params}
-        for key, references in _references(self._made, keys).items():
-            if references > _NOBODY_ELSE:
+        locals_made = {key: local_tensor(self._made[key]) for key in keys if key in self._made}
+        held = {key for key, references in _references(self._made, keys).items() if references > _NOBODY_ELSE}
+        in_dtensors = _NOBODY_ELSE + 1
+        held |= {key for key, references in _references(locals_made, keys).items() if references > in_dtensors}
+        for key, local in locals_made.items():
+            if key in held:
                 del self._made[key]
-            elif key in self._pointing and local_tensor(self._made[key]).numel():
-                local_tensor(self._made[key]).set_()
+            elif key in self._pointing and local.numel():
+                local.set_()
         self._pointing -= keys
 
     def is_one(self, grad: torch.Tensor, sharded: nn.Parameter) -> bool:
