@@ -103,3 +103,26 @@ def hold_local_tensors(accumulates: torch.dtype) -> list[bool]:
 @pytest.mark.parametrize("accumulates", [torch.bfloat16, torch.float32], ids=str)
 def test_held_local_tensors_keep_their_values(ranks2: RankPool, accumulates: torch.dtype) -> None:
     assert ranks2.run(hold_local_tensors, accumulates) == [[True] * 4] * 2
+
+
+def scale_what_is_left(accumulates: torch.dtype, name: str) -> list[bool]:
+    model = made(3, accumulates, use_decoupled_grad=name == "decoupled_grad")
+    backward(model, batches(dist.get_world_size())[0])
+    dropped, *others = model.parameters()
+    setattr(dropped, name, None)
+    before = [getattr(param, name).full_tensor().clone() for param in others]
+    model.scale_gradients(2.0)
+    model.scale_gradients(torch.tensor(2.0))
+    after = [getattr(param, name).full_tensor() for param in others]
+    return [getattr(dropped, name) is None, all(torch.equal(a * 4, b) for a, b in zip(before, after, strict=True))]
+
+
+@pytest.mark.parametrize(
+    ("accumulates", "name"),
+    [(torch.bfloat16, "grad"), (torch.float32, "grad"), (torch.bfloat16, "decoupled_grad")],
+    ids=["copies", "views", "decoupled"],
+)
+def test_scaling_reaches_all_gradients_and_brings_none_back(
+    ranks2: RankPool, accumulates: torch.dtype, name: str
+) -> None:
+    assert ranks2.run(scale_what_is_left, accumulates, name) == [[True, True]] * 2

@@ -193,9 +193,9 @@ class ParamAndGradBuffer:
     def detach_grads(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Takes the gradients off `params` (None: all); the buffers keep them."""
         chosen = None if params is None else {id(param) for param in params}
-        for _, param in self.trained():
-            if chosen is None or id(param.sharded) in chosen:
-                self._detach(param)
+        detached = [param for _, param in self.trained() if chosen is None or id(param.sharded) in chosen]
+        for param in detached:
+            self._detach(param)
 
     def _detach(self, param: ManagedParam) -> None:
         param.sharded.grad = None
@@ -209,11 +209,14 @@ class ParamAndGradBuffer:
         self._schedule.wait_for_reductions()
         trained = list(self.trained())
         attached = [self._is_attached(group, param.sharded) for group, param in trained]
+        left_out = [(group, param) for group, param in trained if self._is_left_out(group, param.sharded)]
         for group in self.parameter_groups:
             if group.main_grad is not None:
                 group.main_grad.scale(factor)
+        for group, param in left_out:  # zeros in the buffer, with which an optimizer would decay weights
+            self._attached[id(param.sharded)] = (None, group.main_grad.generation)
         for is_attached, (group, param) in zip(attached, trained, strict=True):
-            grad = param.sharded.grad
+            grad = self._grad(param.sharded)
             if is_attached and not self._handles.is_one(grad, param.sharded):
                 # A copy in another dtype, which megatron-core may have summed over tensor-parallel ranks.
                 grad.to_local().mul_(factor)
