@@ -191,11 +191,12 @@ class ParamAndGradBuffer:
             group.main_grad.forget(slots)
 
     def detach_grads(self, params: Iterable[nn.Parameter] | None = None) -> None:
-        """Takes the gradients off `params` (None: all); the buffers keep them."""
+        """Takes the gradients off `params` (None: all); the buffers keep them, and copies are freed."""
         chosen = None if params is None else {id(param) for param in params}
         detached = [param for _, param in self.trained() if chosen is None or id(param.sharded) in chosen]
         for param in detached:
             self._detach(param)
+        self._copies.let_go(param.sharded for param in detached)
 
     def _detach(self, param: ManagedParam) -> None:
         param.sharded.grad = None
