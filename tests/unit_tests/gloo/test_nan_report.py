@@ -1,6 +1,7 @@
 """Gradients that are not finite raise one error on every rank, which names the parameter, its unit and the rank."""
 
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_fsdp import FSDPDistributedIndex, MegatronFSDP
 from megatron_fsdp.config import DistributedDataParallelConfig, MixedPrecisionPolicy
-from megatron_fsdp.nan_report import NonFiniteGradientError
+from megatron_fsdp.nan_report import NanReport, NonFiniteGradientError
 from tests.unit_tests.harness.communication import collectives_heard
 from tests.unit_tests.harness.models import MLPBlock, TinyMLP
 from tests.unit_tests.harness.rank_pool import RankPool
@@ -136,3 +137,22 @@ def go_on() -> tuple[bool, list[torch.Tensor]]:
 def test_a_step_can_be_left_out(ranks2: RankPool) -> None:
     for after, expected in ranks2.run(go_on):
         assert torch.equal(after, expected) and after.isfinite().all()
+
+
+def attached_when_looked_at() -> list[bool]:
+    options = {"report_nan_in_param_grad": True}
+    model = shard(poisoned_mlp(None), Sharding(strategy=3, units=(MLPBlock,), options=options))
+    found = []
+    check = NanReport.check
+
+    def look(report: NanReport) -> None:
+        found.append(all(param.grad is not None for param in model.parameters()))
+        check(report)
+
+    with mock.patch.object(NanReport, "check", look):
+        assert message_of(model) == ""
+    return found
+
+
+def test_the_host_attaches_gradients_before_it_waits_to_look_at_them(ranks2: RankPool) -> None:
+    assert ranks2.run(attached_when_looked_at) == [[True]] * 2

@@ -244,13 +244,13 @@ class MegatronFSDP(nn.Module):
         self.synchronize_gradient_reduce()
         (self._schedule.release if self.model_auto_sync else self._schedule.rest)()  # more may come
         self._schedule.microbatch_count = 0
+        self.attach_grad_to_optimizer_state()  # before the host waits to look: the device is still busy
         if self._nan_report is not None:
             try:
                 self._nan_report.check()
             except NonFiniteGradientError:
-                self.param_and_grad_buffer.detach_grads()  # an earlier backward's are sums too, or the same memory
+                self.param_and_grad_buffer.detach_grads()  # an earlier backward's too: sums, or the same memory
                 raise
-        self.attach_grad_to_optimizer_state()
 
     def attach_grad_to_optimizer_state(self) -> None:
         """Sets `.grad` (or `.decoupled_grad`) of every parameter whose gradient is final."""
