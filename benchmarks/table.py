@@ -186,6 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     is_peer = bool(given.peer_path) and (peer / "megatron_fsdp").is_dir() and peer != ENGINE_SOURCE
     if "mfsdp" in given.engines and not is_peer:  # an installed engine of ours would be measured under its name
         parser.error(f"mfsdp needs --peer-path FOLDER, which holds its package megatron_fsdp; came {given.peer_path!r}")
+    needed, there = 1 if given.pretend_ranks else given.gpus, torch.cuda.device_count()
+    if there < needed:  # nothing but failures would be written
+        parser.error(f"{needed} GPUs are needed and {there} are there: --gpus N, or --pretend-ranks N on one")
     given.out.mkdir(parents=True, exist_ok=True)
     for row in given.rows:
         results: dict[str, Any] = {}

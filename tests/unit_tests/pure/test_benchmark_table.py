@@ -73,6 +73,7 @@ def test_one_gpu_that_pretends_has_a_table_of_its_own(table, tmp_path, monkeypat
         return f"RESULT {json.dumps(RESULT | {'host_ms': 270.0})}", ""
 
     monkeypatch.setattr(table, "run", run)
+    monkeypatch.setattr(table.torch.cuda, "device_count", lambda: 1)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     table.main(
         ["--rows", "1b-bf16", "--engines", "ours", "ours-expandable", "--pretend-ranks", "8", "--out", str(tmp_path)]
@@ -130,6 +131,7 @@ rank.wait()
             "mfsdp nee",
         ),
         (["--show", "no/such/folder"], "no results"),
+        (["--gpus", "9000"], "9000 GPUs are needed and"),
     ],
 )
 def test_what_would_measure_something_else_or_show_nothing_is_refused(table, tmp_path, capsys, arguments, message):
