@@ -12,7 +12,6 @@ GPUs where there are none. `mfsdp`, which has our import name, cannot take part.
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -26,7 +25,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import fsdp_bench  # noqa: E402
 import table  # noqa: E402
-from report_cost import wait  # noqa: E402
+from report_cost import join, wait  # noqa: E402
 
 PHASES = ("step", "forward", "backward", "optimizer")
 
@@ -117,13 +116,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Command line; gives back what --out writes."""
     given = parse(arguments)
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo")
+    device = join()
     others = [word for name in ("size", "seq") if getattr(given, name) for word in (f"--{name}", getattr(given, name))]
     told = {name: (*table.ENGINES[name], *table.ROWS[given.row], *others) for name in given.engines}
     subjects = {name: Subject(arguments, device) for name, arguments in told.items()}

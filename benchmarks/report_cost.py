@@ -58,6 +58,17 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     return {**about, **{f"{name}_ms": row[1] for name, row in quartiles.items()}, "quartiles": quartiles}
 
 
+def join() -> torch.device:
+    """This rank's device, once all ranks have joined: NCCL on GPUs, gloo on CPUs. **Collective.**"""
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
 def wait(device: torch.device) -> None:
     """Waits for the device, where the host runs ahead of it."""
     if device.type == "cuda":
@@ -67,13 +78,7 @@ def wait(device: torch.device) -> None:
 def main() -> None:
     """Command line."""
     args = fsdp_bench.parser().parse_args(["--engine", "ours", *sys.argv[1:]])
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo")
+    device = join()
     result = measure(args, device)
     if dist.get_rank() == 0:
         sys.stdout.write("RESULT " + json.dumps(result) + "\n")
