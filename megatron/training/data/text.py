@@ -208,4 +208,4 @@ def encode_all(batches: Iterator[list[Document]], encoding: Encoding, workers: i
                 for batch in itertools.islice(batches, 1):
                     pending.append(pool.submit(_encode_in_worker, batch))
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)  # and waits: an end that overlaps with Python's may raise

@@ -177,6 +177,21 @@ def test_the_script_runs_and_reports_progress(tmp_path):
     assert "2500 documents read, 7500 tokens" in result.stdout
 
 
+def test_workers_have_ended_when_the_tool_has(tool, tmp_path, monkeypatch):
+    """One that had not printed a traceback now and then, as Python ended."""
+    waits = []
+    shutdown = text_module.ProcessPoolExecutor.shutdown
+
+    def noted(pool, wait=True, *, cancel_futures=False):
+        waits.append(wait)
+        shutdown(pool, wait, cancel_futures=cancel_futures)
+
+    monkeypatch.setattr(text_module.ProcessPoolExecutor, "shutdown", noted)
+    source = write_json_lines(tmp_path / "corpus.jsonl", [{"text": "abc"}] * 3)
+    assert tool.main(arguments(source, tmp_path / "out", "--workers", "2")) == 0
+    assert waits and all(waits)
+
+
 def test_options_and_models_that_are_not_there_are_one_line(tool, tmp_path, capsys):
     source = write_json_lines(tmp_path / "corpus.jsonl", [{"text": "abc"}])
     with pytest.raises(SystemExit):
