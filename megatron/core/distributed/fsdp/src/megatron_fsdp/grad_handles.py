@@ -53,15 +53,15 @@ class GradHandles:
 
         That may be the local tensor alone: without gradients being recorded `to_local()` gives it, and no alias.
         """
-        keys = {id(sharded) for sharded in params}
-        locals_made = {key: local_tensor(self._made[key]) for key in keys if key in self._made}
+        keys = {id(sharded) for sharded in params} & self._pointing
+        locals_made = {key: local_tensor(self._made[key]) for key in keys}
         held = {key for key, references in _references(self._made, keys).items() if references > _NOBODY_ELSE}
         in_dtensors = _NOBODY_ELSE + 1
         held |= {key for key, references in _references(locals_made, keys).items() if references > in_dtensors}
         for key, local in locals_made.items():
             if key in held:
                 del self._made[key]
-            elif key in self._pointing and local.numel():
+            elif local.numel():
                 local.set_()
         self._pointing -= keys
 
