@@ -276,15 +276,17 @@ def replace_inside_a_step():
     inputs, target = batches(dist.get_world_size(), 1)[0][dist.get_rank()]
     square_loss(model(inputs), target).backward()
     before = [state["exp_avg"].full_tensor() for state in optimizer.state.values()]
-    with local_step._holding(optimizer, local_step._lent_by(optimizer)):
+    with local_step.holding(optimizer, local_step._lent_by(optimizer)):
         for state in optimizer.state.values():
             state.update(exp_avg=state["exp_avg"] + 1, count=3)
+            del state["exp_avg_sq"]
     found = optimizer.state.values()
     after = [state["exp_avg"].full_tensor() for state in found]
-    return before, after, {state["count"] for state in found}
+    return before, after, {state["count"] for state in found}, {name for state in found for name in state}
 
 
 def test_state_that_a_step_replaces_is_taken_over(ranks2):
-    for before, after, counts in ranks2.run(replace_inside_a_step):
+    for before, after, counts, names in ranks2.run(replace_inside_a_step):
         assert_close(after, [tensor + 1 for tensor in before], rtol=0, atol=0)
         assert counts == {3}
+        assert names == {"step", "exp_avg", "count"}

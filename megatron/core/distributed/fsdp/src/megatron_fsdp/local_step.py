@@ -1,4 +1,4 @@
-"""Steps of torch's own optimizers on the local tensors of sharded parameters, past DTensor's dispatch."""
+"""Steps of optimizers on the local tensors of sharded parameters, past DTensor's dispatch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megatron_fsdp.machine.torch_compat import local_tensor, mesh_and_placements
 _KINDS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 
 
-class _Lent(NamedTuple):
-    """A parameter whose local tensor an optimizer is given."""
+class Lent(NamedTuple):
+    """A parameter in whose place an optimizer is given its local tensor, or a parameter over that."""
 
     param: nn.Parameter
     local: torch.Tensor
@@ -59,13 +59,13 @@ def local_step(kind: type[torch.optim.Optimizer]) -> Callable:
         lent = None if closure is not None else _lent_by(self)
         if lent is None:
             return bare(self, closure)
-        with _holding(self, lent):
+        with holding(self, lent):
             return bare(self)
 
     return torch.optim.Optimizer.profile_hook_step(step)
 
 
-def _lent_by(optimizer: torch.optim.Optimizer) -> list[list[_Lent]] | None:
+def _lent_by(optimizer: torch.optim.Optimizer) -> list[list[Lent]] | None:
     """By group, the parameters with gradients; None where only DTensors can tell what is right, or what is wrong.
 
     So it is if a parameter has no state, or other things than local tensors of one kind would meet.
@@ -92,7 +92,7 @@ def _has_dtensor(group: dict[str, Any]) -> bool:
     return any(isinstance(value, DTensor) for value in (*group.values(), *group.get("betas", ())))
 
 
-def _lent_of(param: torch.Tensor, state: dict[str, Any]) -> _Lent | None:
+def _lent_of(param: torch.Tensor, state: dict[str, Any]) -> Lent | None:
     grad = param.grad
     if not (isinstance(param, DTensor) and isinstance(grad, DTensor)):
         return None
@@ -109,11 +109,11 @@ def _lent_of(param: torch.Tensor, state: dict[str, Any]) -> _Lent | None:
             return None  # DTensors refuse to meet it
         else:
             given[name] = value
-    return _Lent(param, local, local_grad, given)
+    return Lent(param, local, local_grad, given)
 
 
 @contextlib.contextmanager
-def _holding(optimizer: torch.optim.Optimizer, lent: list[list[_Lent]]) -> Iterator[None]:
+def holding(optimizer: torch.optim.Optimizer, lent: list[list[Lent]]) -> Iterator[None]:
     """Inside, the optimizer holds what is `lent` in place of its parameters, with their gradients and their state."""
     groups, sharded = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
     state, ours = optimizer.state, [entry for entries in lent for entry in entries]
@@ -142,9 +142,12 @@ def _refuse_state_dict(optimizer: torch.optim.Optimizer) -> NoReturn:
     )
 
 
-def _take_back(entry: _Lent, updated: dict[str, Any], state: dict[nn.Parameter, dict[str, Any]]) -> None:
-    """Enters what was not updated in place: counters that are numbers, say."""
+def _take_back(entry: Lent, updated: dict[str, Any], state: dict[nn.Parameter, dict[str, Any]]) -> None:
+    """Enters what was not updated in place: counters that are numbers, say; and what has just been made, or is gone."""
     for name, value in updated.items():
-        if value is not entry.state.get(name):
+        if name not in entry.state or value is not entry.state[name]:
             is_whole = not isinstance(value, torch.Tensor) or value.shape != entry.local.shape or not value.dim()
-            state[entry.param][name] = value if is_whole else entry.param.megatron_fsdp_spec.wrap(value)
+            taken = value if is_whole else entry.param.megatron_fsdp_spec.wrap(value)
+            state.setdefault(entry.param, {})[name] = taken
+    for name in entry.state.keys() - updated.keys():
+        del state[entry.param][name]

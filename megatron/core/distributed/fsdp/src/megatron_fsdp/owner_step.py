@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.dtensor import ShardSpec
+from megatron_fsdp.local_step import Lent, holding
+from megatron_fsdp.machine.torch_compat import local_tensor, waited
 from megatron_fsdp.state.param_tags import has_single_owner, is_no_shard
 
 
@@ -110,49 +110,26 @@ def step_as_owner(optimizer: torch.optim.Optimizer, bare: Callable, *args: Any, 
         with torch.enable_grad():
             loss = closure()
     create_owned_state(optimizer)
-    with _owned(optimizer):
+    with holding(optimizer, _owned_by(optimizer)):
         result = bare(optimizer)
     return loss if closure is not None else result
 
 
-@contextlib.contextmanager
-def _owned(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, the optimizer holds this rank's rows as plain parameters, their gradients and their state."""
-    sharded = [group["params"] for group in optimizer.param_groups]
-    state = optimizer.state
-    plain: dict[nn.Parameter, nn.Parameter] = {}
-    for params in sharded:
-        for param in params:
-            if param.grad is not None and param.to_local().numel():
-                plain[param] = nn.Parameter(param.to_local().detach())
-                plain[param].grad = param.grad.to_local()
-    optimizer.state = collections.defaultdict(dict)
-    for param, stand_in in plain.items():
-        optimizer.state[stand_in] = {name: _local(value) for name, value in state.get(param, {}).items()}
-    for group in optimizer.param_groups:
-        group["params"] = [plain[param] for param in group["params"] if param in plain]
-    try:
-        yield
-    finally:
-        updated, optimizer.state = optimizer.state, state
-        for group, params in zip(optimizer.param_groups, sharded, strict=True):
-            group["params"] = params
-        for param, stand_in in plain.items():
-            state[param] = _spread(param.megatron_fsdp_spec, state.get(param, {}), updated.get(stand_in, {}))
+def _owned_by(optimizer: torch.optim.Optimizer) -> list[list[Lent]]:
+    """By group, this rank's rows of parameters with gradients, as parameters of their own."""
+    return [
+        [
+            Lent(param, nn.Parameter(local_tensor(param).detach()), _local(param.grad), _state_of(optimizer, param))
+            for param in group["params"]
+            if param.grad is not None and local_tensor(param).numel()
+        ]
+        for group in optimizer.param_groups
+    ]
+
+
+def _state_of(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> dict[str, Any]:
+    return {name: _local(value) for name, value in optimizer.state.get(param, {}).items()}
 
 
 def _local(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _spread(spec: ShardSpec, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state as it lies over ranks; tensors that were updated in place keep their identity."""
-    found = {}
-    for name, value in after.items():
-        if name in before and _local(before[name]) is value:
-            found[name] = before[name]
-        elif isinstance(value, torch.Tensor) and value.shape == spec.local_shape and spec.shape:
-            found[name] = spec.wrap(value)
-        else:
-            found[name] = value
-    return found
+    return waited(local_tensor(value)) if isinstance(value, DTensor) else value
