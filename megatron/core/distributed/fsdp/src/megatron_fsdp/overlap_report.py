@@ -109,16 +109,13 @@ class OverlapReport:
         return _table(self.rows, self.total, self.peak_memory)
 
 
-def rows_of(spent: Iterable[Spent], labels: Iterable[str]) -> tuple[Times, ...]:
+def rows_of(spent: Spent, labels: Iterable[str]) -> tuple[Times, ...]:
     """One row for each of `labels`, and one for what was spent for no unit."""
     sums: dict[str, dict[str, float]] = {label: collections.defaultdict(float) for label in (*labels, _OUTSIDE)}
-    for item in spent:
-        unit, kind = item.doing.unit, item.doing.kind
-        of_unit = sums[_OUTSIDE if unit is None else unit.label]
-        if item.is_exposed:
-            of_unit["exposed_ms"] += item.time_ms
-        if item.is_busy:
-            of_unit[f"{kind.value}_ms"] += item.time_ms
+    for (unit, kind), time_ms in spent.busy.items():
+        sums[_OUTSIDE if unit is None else unit.label][f"{kind.value}_ms"] += time_ms
+    for (unit, _), time_ms in spent.exposed.items():
+        sums[_OUTSIDE if unit is None else unit.label]["exposed_ms"] += time_ms
     return tuple(Times(label=label, **times) for label, times in sums.items())
 
 

@@ -49,7 +49,7 @@ class HostMoment:
 class CudaMoment:
     """An event with a clock; to be read once the device has come to it."""
 
-    event: torch.cuda.Event
+    event: torch.Event
 
     def ms_since(self, earlier: CudaMoment) -> float:
         """Milliseconds between the two."""
@@ -143,8 +143,8 @@ class Device:
         """The moment when the current stream comes here."""
         if not self.is_cuda:
             return HostMoment(time.perf_counter())
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.torch_device))
+        event = torch.Event(self.torch_device, enable_timing=True)
+        event.record()
         return CudaMoment(event)
 
     def synchronize(self) -> None:

@@ -7,6 +7,7 @@ place: all of it is exposed.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import enum
@@ -27,24 +28,18 @@ class Kind(enum.Enum):
     OUTER = "outer"
 
 
-@dataclasses.dataclass(frozen=True)
-class Doing:
-    """What the compute stream does, for which unit; None: for none."""
-
-    unit: Unit | None
-    kind: Kind = Kind.COMPUTE
+#: A unit, or None for what is done for none, and what is done.
+Doing = tuple[Unit | None, Kind]
 
 
 @dataclasses.dataclass(frozen=True)
 class Spent:
-    """Time, in ms, that was spent on one kind of work for one unit."""
+    """Times in ms, summed up by unit and kind of work."""
 
-    doing: Doing
-    time_ms: float
-    is_busy: bool
-    """Some stream worked; False: the compute stream waited for another one."""
-    is_exposed: bool
-    """The compute stream did not compute."""
+    busy: dict[Doing, float]
+    """Some stream worked."""
+    exposed: dict[Doing, float]
+    """The compute stream did not compute: it waited for another stream, or communicated itself."""
 
 
 _NOTHING = contextlib.nullcontext()
@@ -58,29 +53,31 @@ class Watch:
         self.is_on = False
         self._units: list[Unit] = []
         """The units that compute, each inside the one before it."""
-        self._lane: list[tuple[Doing, Moment]] = []
+        self._lane: list[tuple[Unit | None, Kind, Moment]] = []
         """What the compute stream does from each moment on."""
-        self._beside: list[tuple[Doing, Moment, Moment]] = []
+        self._beside: list[tuple[Unit, Kind, Moment, Moment]] = []
 
     def start(self) -> None:
         """Notes moments from now on."""
         self.is_on = True
         self._units.clear()
-        self._turn_to(Doing(None))
+        self._turn_to(None)
 
-    def stop(self) -> list[Spent]:
+    def stop(self) -> Spent:
         """All that has been spent since `start`; the host waits for the device."""
-        self._turn_to(Doing(None))
+        self._turn_to(None)
         self._device.synchronize()
-        spent = [
-            Spent(doing, end.ms_since(start), is_busy=True, is_exposed=False) for doing, start, end in self._beside
-        ]
-        for (doing, start), (_, end) in itertools.pairwise(self._lane):
-            computes = doing.kind is Kind.COMPUTE
-            is_busy = computes or not self._device.has_streams
-            spent.append(Spent(doing, end.ms_since(start), is_busy=is_busy, is_exposed=not computes))
+        busy, exposed = collections.defaultdict(float), collections.defaultdict(float)
+        for unit, kind, start, end in self._beside:
+            busy[unit, kind] += end.ms_since(start)
+        for (unit, kind, start), (_, _, end) in itertools.pairwise(self._lane):
+            time_ms = end.ms_since(start)
+            if kind is not Kind.COMPUTE:
+                exposed[unit, kind] += time_ms
+            if kind is Kind.COMPUTE or not self._device.has_streams:
+                busy[unit, kind] += time_ms
         self.forget()
-        return spent
+        return Spent(busy, exposed)
 
     def forget(self) -> None:
         """Notes nothing any more."""
@@ -102,7 +99,7 @@ class Watch:
         if unit.is_root:  # an earlier forward may have been broken off
             self._units.clear()
         self._units.append(unit)
-        self._turn_to(Doing(unit))
+        self._turn_to(unit)
 
     def leave(self) -> None:
         """The forward of the unit that was entered last is over."""
@@ -110,14 +107,14 @@ class Watch:
             return
         if self._units:
             self._units.pop()
-        self._turn_to(Doing(self._computing))
+        self._turn_to(self._computing)
 
     def turn_back(self, unit: Unit | None) -> None:
         """Backward has come to the unit, or with None to its end. It does not say when it leaves a unit."""
         if not self.is_on:
             return
         self._units = [] if unit is None else [unit]
-        self._turn_to(Doing(unit))
+        self._turn_to(unit)
 
     @property
     def _computing(self) -> Unit | None:
@@ -131,14 +128,14 @@ class Watch:
             return
         start = self._device.record_moment()
         yield
-        self._beside.append((Doing(unit, kind), start, self._device.record_moment()))
+        self._beside.append((unit, kind, start, self._device.record_moment()))
 
     @contextlib.contextmanager
     def _wait(self, kind: Kind, unit: Unit | None) -> Iterator[None]:
-        before, _ = self._lane[-1]
-        self._turn_to(Doing(unit or self._computing, kind))
+        unit_before, kind_before, _ = self._lane[-1]
+        self._turn_to(unit or self._computing, kind)
         yield
-        self._turn_to(before)
+        self._turn_to(unit_before, kind_before)
 
-    def _turn_to(self, doing: Doing) -> None:
-        self._lane.append((doing, self._device.record_moment()))
+    def _turn_to(self, unit: Unit | None, kind: Kind = Kind.COMPUTE) -> None:
+        self._lane.append((unit, kind, self._device.record_moment()))
