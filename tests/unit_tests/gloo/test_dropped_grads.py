@@ -90,13 +90,20 @@ def test_gradients_dropped_by_any_way_are_dropped(ranks2: RankPool, strategy: in
     ranks2.run(job_drop, strategy)
 
 
-def job_two_optimizers(strategy: int) -> None:
-    """Each optimizer steps and drops its gradients before the other steps."""
+def job_two_optimizers(strategy: int, syncs: bool) -> None:
+    """Each optimizer steps and drops its gradients before the other steps; in one step the first drops them unused."""
     results = []
     for is_sharded in (False, True):
         model = build()
         if is_sharded:
-            model = fully_shard_model(model, flat_mesh(), "dp", fsdp_unit_modules=[MLPBlock], zero_dp_strategy=strategy)
+            model = fully_shard_model(
+                model,
+                flat_mesh(),
+                "dp",
+                fsdp_unit_modules=[MLPBlock],
+                zero_dp_strategy=strategy,
+                sync_model_each_microbatch=syncs,
+            )
         params = list(model.parameters())
         optimizers = [sgd(params[:3]), sgd(params[3:])]
         if is_sharded:
@@ -104,6 +111,8 @@ def job_two_optimizers(strategy: int) -> None:
         for step in range(3):
             x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
             model(x).square().mean().backward()
+            if step == 1:
+                optimizers[0].zero_grad()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -117,9 +126,9 @@ def job_two_optimizers(strategy: int) -> None:
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", [0, 3])
-def test_two_optimizers_of_one_model_leave_each_other_alone(ranks2: RankPool, strategy: int) -> None:
-    ranks2.run(job_two_optimizers, strategy)
+@pytest.mark.parametrize(("strategy", "syncs"), [(0, True), (3, True), (0, False), (3, False)])
+def test_two_optimizers_of_one_model_leave_each_other_alone(ranks2: RankPool, strategy: int, syncs: bool) -> None:
+    ranks2.run(job_two_optimizers, strategy, syncs)
 
 
 def add_other_model() -> None:

@@ -53,6 +53,8 @@ class GradHandles:
 
         That may be the local tensor alone: without gradients being recorded `to_local()` gives it, and no alias.
         """
+        if not self._pointing:
+            return
         keys = {id(sharded) for sharded in params} & self._pointing
         locals_made = {key: local_tensor(self._made[key]) for key in keys}
         held = {key for key, references in _references(self._made, keys).items() if references > _NOBODY_ELSE}

@@ -36,6 +36,8 @@ class ParamAndGradBuffer:
         schedule.before_gradients = weakref.WeakMethod(self.forget_dropped)
         self._attached: dict[int, tuple[torch.Tensor | None, int]] = {}
         """What was attached last, and the generation it holds, by id of the sharded parameter."""
+        self._showing: set[int] = set()
+        """Groups, by id, of which gradients may be attached or left out; the host passes over the others."""
 
     @property
     def managed_params(self) -> list[ManagedParam]:
@@ -71,13 +73,16 @@ class ParamAndGradBuffer:
         for group, members in self._trained_groups():
             shown: tuple[torch.Tensor, GradHandles] | None = None
             is_final = group.main_grad.state is GradState.FINAL
+            is_first = id(group) not in self._showing
             for param, span in zip(members, group.main_grad.final_spans, strict=True):
                 self._check_grad(param)
-                if is_final and self._has_had_final(group, param.sharded):
+                if is_final and not is_first and self._has_had_final(group, param.sharded):
                     continue
                 if is_final and shown is None:
                     shown = self._shown(group, members)
                 self._attach(group, param.sharded, shown, span)
+            if is_final:
+                self._showing.add(id(group))
 
     def _shown(self, group: ParamGroup, members: list[ManagedParam]) -> tuple[torch.Tensor, GradHandles]:
         """A finalized gradient as parameters have it: the buffer's own, or a copy in their dtype."""
@@ -93,10 +98,12 @@ class ParamAndGradBuffer:
         """Gives the parameter its `span` of what is `shown` of the group's final gradient; None if it is not final."""
         if shown is None:
             sharded.grad = None
+            grad = self._grad(sharded)
         else:
             data, handles = shown
-            setattr(sharded, "decoupled_grad" if self._use_decoupled_grad else "grad", handles.of(sharded, data, span))
-        self._attached[id(sharded)] = (self._grad(sharded), group.main_grad.generation)
+            grad = handles.of(sharded, data, span)
+            setattr(sharded, "decoupled_grad" if self._use_decoupled_grad else "grad", grad)
+        self._attached[id(sharded)] = (grad, group.main_grad.generation)
 
     def _has_had_final(self, group: ParamGroup, sharded: nn.Parameter) -> bool:
         """This gradient is on the parameter, perhaps as a copy that has been clipped since, or was taken off again."""
@@ -162,6 +169,8 @@ class ParamAndGradBuffer:
         Otherwise the next backward would add to what the user has thrown away.
         """
         for group, members in self._trained_groups():
+            if id(group) not in self._showing:
+                continue
             dropped = [slot for slot, param in enumerate(members) if self._is_dropped(param.sharded)]
             if dropped:
                 self._schedule.wait_for_reductions()
@@ -182,13 +191,14 @@ class ParamAndGradBuffer:
             self._attached[id(param.sharded)] = (None, group.main_grad.generation)
             if hasattr(param.raw, "grad_added_to_main_grad"):
                 param.raw.grad_added_to_main_grad = False
-        is_final = group.main_grad.state is GradState.FINAL
-        if len(slots) == len(members) or (is_final and all(self._grad(param.sharded) is None for param in members)):
+        if len(slots) == len(members) or all(self._is_left_out(group, param.sharded) for param in members):
             for handles in (self._handles, self._copies):
                 handles.let_go(param.sharded for param in members)
             group.main_grad.reset()
+            self._showing.discard(id(group))
         else:
             group.main_grad.forget(slots)
+            self._showing.add(id(group))
 
     def detach_grads(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Takes the gradients off `params` (None: all); the buffers keep them, and copies are freed."""
@@ -201,7 +211,7 @@ class ParamAndGradBuffer:
     def _detach(self, param: ManagedParam) -> None:
         param.sharded.grad = None
         self._attached.pop(id(param.sharded), None)
-        if hasattr(param.sharded, "decoupled_grad"):
+        if self._use_decoupled_grad:
             param.sharded.decoupled_grad = None
 
     @torch.no_grad()
