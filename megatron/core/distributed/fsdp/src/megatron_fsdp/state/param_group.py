@@ -203,10 +203,15 @@ class ParamGroup:
     @property
     def is_stale(self) -> bool:
         """The main weight has been changed since, by something that installed nothing: a forward would not know."""
-        follows_in_gathers = self._shares_main or self._casts_on_the_way
-        if follows_in_gathers and not (self.is_unsharded or self.plan.gathers_after_install):
-            return False  # the next gather will
+        if self._is_followed_by_gathers:
+            return False
         return not self._is_one_memory and self._versions() != self._followed
+
+    @property
+    def _is_followed_by_gathers(self) -> bool:
+        """The next gather will send what the main weight holds then."""
+        follows_in_gathers = self._shares_main or self._casts_on_the_way
+        return follows_in_gathers and not (self.is_unsharded or self.plan.gathers_after_install)
 
     @property
     def _is_one_memory(self) -> bool:
@@ -311,7 +316,8 @@ class ParamGroup:
     def _encode(self) -> None:
         self.facts.codec.encode(self._shards, self._shard_groups())
         self._is_fresh = not self.plan.gathers_after_install
-        self._follow()
+        if not self._is_followed_by_gathers:
+            self._follow()
 
     def _shard_groups(self) -> Sequence[torch.distributed.ProcessGroup]:
         """Groups over which a parameter's main weight is spread."""
