@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import operator
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
@@ -13,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.machine.torch_compat import local_tensor, mesh_and_placements, waited
+from megatron_fsdp.optimizer_state import count_unmarked, mark_state
 
 #: Optimizers known to update element by element, to keep their state in place once they have it, and to pass over
 #: parameters without a gradient. Subclasses of them may do anything.
@@ -27,6 +30,30 @@ class Lent(NamedTuple):
     grad: torch.Tensor
     state: dict[str, Any]
     """With local tensors."""
+
+
+class _Known(NamedTuple):
+    """A parameter, its gradient and its state that were found to lie alike.
+
+    Weakly: whoever frees or moves state between steps frees its memory. As long as the same objects are there, nothing
+    of that can have changed.
+    """
+
+    param: weakref.ref[torch.Tensor]
+    grad: weakref.ref[torch.Tensor]
+    state: tuple[weakref.ref[torch.Tensor], ...]
+    locally: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+    """What gives the local tensor of each tensor of the state."""
+
+    def is_of(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> bool:
+        """These are the objects."""
+        if self.param() is not param or self.grad() is not grad or len(state) != len(self.state):
+            return False
+        return all(map(operator.is_, [known() for known in self.state], state.values()))
+
+
+#: By optimizer, and by id of the parameter: the host would take 2 microseconds to look at each of them again.
+_KNOWN: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, _Known]] = weakref.WeakKeyDictionary()
 
 
 def can_step_locally(optimizer: torch.optim.Optimizer) -> bool:
@@ -58,7 +85,10 @@ def local_step(kind: type[torch.optim.Optimizer]) -> Callable:
     def step(self: torch.optim.Optimizer, closure: Callable | None = None) -> Any:
         lent = None if closure is not None else _lent_by(self)
         if lent is None:
-            return bare(self, closure)
+            result = bare(self, closure)
+            if count_unmarked(self):
+                mark_state(self)
+            return result
         with holding(self, lent):
             return bare(self)
 
@@ -70,7 +100,7 @@ def _lent_by(optimizer: torch.optim.Optimizer) -> list[list[Lent]] | None:
 
     So it is if a parameter has no state, or other things than local tensors of one kind would meet.
     """
-    lent = []
+    lent, known = [], _KNOWN.setdefault(optimizer, {})
     for group in optimizer.param_groups:
         if group.get("differentiable") or _has_dtensor(group):
             return None
@@ -80,7 +110,7 @@ def _lent_by(optimizer: torch.optim.Optimizer) -> list[list[Lent]] | None:
             if param.grad is None:
                 continue
             state = optimizer.state.get(param, {})
-            entry = _lent_of(param, state) if state or is_stateless else None
+            entry = _lent_of(param, state, known) if state or is_stateless else None
             if entry is None:
                 return None
             lent[-1].append(entry)
@@ -92,24 +122,44 @@ def _has_dtensor(group: dict[str, Any]) -> bool:
     return any(isinstance(value, DTensor) for value in (*group.values(), *group.get("betas", ())))
 
 
-def _lent_of(param: torch.Tensor, state: dict[str, Any]) -> Lent | None:
-    grad = param.grad
+def _lent_of(param: torch.Tensor, state: dict[str, Any], known: dict[int, _Known]) -> Lent | None:
+    """What is lent of one parameter; enters it in `known`, or takes it from there."""
+    grad, found = param.grad, known.get(id(param))
+    if found is None or not found.is_of(param, grad, state):
+        if not _lie_alike(param, grad, state):
+            return None
+        found = known[id(param)] = _Known(
+            weakref.ref(param),
+            weakref.ref(grad),
+            tuple(weakref.ref(value) for value in state.values() if isinstance(value, torch.Tensor)),
+            tuple(_local if isinstance(value, DTensor) else _itself for value in state.values()),
+        )
+    given = {name: locally(value) for locally, (name, value) in zip(found.locally, state.items(), strict=True)}
+    return Lent(param, local_tensor(param), _local(grad), given)
+
+
+def _local(value: DTensor) -> torch.Tensor:
+    return waited(local_tensor(value))
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _lie_alike(param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> bool:
+    """Local tensors of one kind meet."""
     if not (isinstance(param, DTensor) and isinstance(grad, DTensor)):
-        return None
-    lies, local, local_grad = mesh_and_placements(param), local_tensor(param), waited(local_tensor(grad))
-    if mesh_and_placements(grad) != lies or local_grad.dtype != local.dtype:
-        return None
-    given = {}
-    for name, value in state.items():
+        return False
+    lies = mesh_and_placements(param)
+    if mesh_and_placements(grad) != lies or local_tensor(grad).dtype != local_tensor(param).dtype:
+        return False
+    for value in state.values():
         if isinstance(value, DTensor):
             if mesh_and_placements(value) != lies:
-                return None
-            given[name] = waited(local_tensor(value))
+                return False
         elif isinstance(value, torch.Tensor) and value.dim():
-            return None  # DTensors refuse to meet it
-        else:
-            given[name] = value
-    return Lent(param, local, local_grad, given)
+            return False  # DTensors refuse to meet it
+    return True
 
 
 @contextlib.contextmanager
@@ -144,10 +194,17 @@ def _refuse_state_dict(optimizer: torch.optim.Optimizer) -> NoReturn:
 
 def _take_back(entry: Lent, updated: dict[str, Any], state: dict[nn.Parameter, dict[str, Any]]) -> None:
     """Enters what was not updated in place: counters that are numbers, say; and what has just been made, or is gone."""
+    if updated.keys() == entry.state.keys() and all(map(operator.is_, updated.values(), entry.state.values())):
+        return
     for name, value in updated.items():
         if name not in entry.state or value is not entry.state[name]:
             is_whole = not isinstance(value, torch.Tensor) or value.shape != entry.local.shape or not value.dim()
-            taken = value if is_whole else entry.param.megatron_fsdp_spec.wrap(value)
-            state.setdefault(entry.param, {})[name] = taken
+            state.setdefault(entry.param, {})[name] = value if is_whole else _wrapped(entry.param, value)
     for name in entry.state.keys() - updated.keys():
         del state[entry.param][name]
+
+
+def _wrapped(param: nn.Parameter, value: torch.Tensor) -> DTensor:
+    wrapped = param.megatron_fsdp_spec.wrap(value)
+    param.megatron_fsdp_spec.mark(wrapped)
+    return wrapped

@@ -179,10 +179,11 @@ def owner_reference(model: Any) -> weakref.ref:
 
 def _wrap_step(optimizer: torch.optim.Optimizer, model: Any) -> None:
     base = run = _unbound(optimizer.step)
+    marks_its_state = False
     if _works_as_owner(optimizer):
         run = functools.partial(_run_as_owner, base)
     elif can_step_locally(optimizer):
-        run = local_step(type(optimizer))
+        run, marks_its_state = local_step(type(optimizer)), True
     unmarked = 0
     check_groups = _GroupCheck(optimizer)
 
@@ -204,7 +205,7 @@ def _wrap_step(optimizer: torch.optim.Optimizer, model: Any) -> None:
             args = tuple(_synchronized(arg, model) for arg in args)
             kwargs = {name: _synchronized(arg, model) for name, arg in kwargs.items()}
         result = run(self, *args, **kwargs)
-        if count_unmarked(self) != unmarked:  # something has just been made
+        if not marks_its_state and count_unmarked(self) != unmarked:  # something has just been made
             mark_state(self)
             unmarked = count_unmarked(self)  # what does not lie like its parameter
         if install_optimized_model_weights:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -15,7 +17,10 @@ _WHAT_TO_DO = "change values in place or inside full_params(), and structure bef
 
 
 class Structure:
-    """Which parameters and modules a sharded model has. To check costs a few microseconds per parameter."""
+    """Which parameters and modules a sharded model has.
+
+    All is compared at once, in native code; one by one, at some microseconds each, to say what has become different.
+    """
 
     def __init__(self, root: nn.Module, units: Sequence[Unit]):
         modules = list(root.named_modules())
@@ -30,6 +35,19 @@ class Structure:
         ]
         self._units = units
         self._trained = [(param.sharded, param.raw.requires_grad, param) for _, _, _, param in self._memory]
+        self._children = [contents.modules for contents in self._modules]
+        self._known_children = list(_values(self._children))
+        forms = {
+            (id(held), name): (raw, sharded) for _, places in self._places for held, name, raw, sharded, _ in places
+        }
+        self._holders = [
+            (unit, _Holder.of({id(place[0]): place[0] for place in places}.values(), forms))
+            for unit, places in self._places
+        ]
+        self._sharded = [sharded for sharded, _, _, _ in self._memory]
+        self._locals = [local for _, local, _, _ in self._memory]
+        self._storages = [sharded.untyped_storage() for sharded in self._sharded]  # kept, or each would be made anew
+        self._frozenness = [requires_grad for _, requires_grad, _ in self._trained]
 
     def check(self) -> None:
         """Raises if the model is another one than was sharded. No communication; all ranks make the same mistake.
@@ -38,18 +56,13 @@ class Structure:
             RuntimeError: a parameter was replaced, removed or added, its `data` or `requires_grad` was set, or a module
                 with parameters was replaced, removed or added; or values were changed that no forward would see.
         """
-        for contents in self._modules:
-            contents.check()
-        for unit, places in self._places:
-            shows_raw = unit.shows_raw
-            for place in places:
-                held, name, raw, sharded, fqn = place
-                if held.get(name) is not (raw if shows_raw else sharded):
-                    how = "replaced" if held.get(name) is not None else "removed"
-                    raise RuntimeError(f"{fqn} was {how} after sharding, and would not be trained; {_WHAT_TO_DO}")
-        for sharded, local, storage, param in self._memory:
-            if local_tensor(sharded) is not local or storage_id(sharded) != storage:
-                raise RuntimeError(f"{param.fqn}.data was set after sharding, which changes nothing; {_WHAT_TO_DO}")
+        if not self._has_same_modules():
+            for contents in self._modules:
+                contents.check()
+            self._known_children = list(_values(self._children))
+        if not all(holder.holds(raw=unit.shows_raw) for unit, holder in self._holders):
+            self._check_places()
+        self._check_memory()
         for unit in self._units:
             for group in unit.groups:
                 if group.is_stale:
@@ -59,10 +72,67 @@ class Structure:
                         "fully_shard_optimizer() or fully_shard() gives back; after other changes call "
                         "install_optimized_model_weights()."
                     )
-        if torch.is_grad_enabled():
-            for sharded, requires_grad, param in self._trained:
-                if sharded.requires_grad is not requires_grad:
-                    check_frozenness([param])
+        if torch.is_grad_enabled() and list(map(_requires_grad, self._sharded)) != self._frozenness:
+            check_frozenness(param for _, _, param in self._trained)
+
+    def _has_same_modules(self) -> bool:
+        """No module was put in another's place, and none holds more or fewer parameters."""
+        children = self._known_children
+        now = list(_values(self._children))
+        if len(now) != len(children) or not all(map(operator.is_, now, children)):
+            return False
+        return all(len(contents.parameters) == len(contents.param_names) for contents in self._modules)
+
+    def _check_places(self) -> None:
+        for unit, places in self._places:
+            shows_raw = unit.shows_raw
+            for held, name, raw, sharded, fqn in places:
+                if held.get(name) is not (raw if shows_raw else sharded):
+                    how = "replaced" if held.get(name) is not None else "removed"
+                    raise RuntimeError(f"{fqn} was {how} after sharding, and would not be trained; {_WHAT_TO_DO}")
+
+    def _check_memory(self) -> None:
+        is_same = all(map(operator.is_, map(local_tensor, self._sharded), self._locals)) and all(
+            map(operator.is_, map(_storage, self._sharded), self._storages)
+        )
+        if is_same:
+            return
+        for sharded, local, storage, param in self._memory:
+            if local_tensor(sharded) is not local or storage_id(sharded) != storage:
+                raise RuntimeError(f"{param.fqn}.data was set after sharding, which changes nothing; {_WHAT_TO_DO}")
+
+
+_requires_grad = operator.attrgetter("requires_grad")
+_storage = operator.methodcaller("untyped_storage")
+
+
+def _values(dictionaries: Iterable[dict]) -> Iterator[object]:
+    return itertools.chain.from_iterable(map(dict.values, dictionaries))
+
+
+@dataclasses.dataclass
+class _Holder:
+    """The places of a unit's parameters: modules' dictionaries, and in their order what they hold in both forms."""
+
+    dictionaries: list[dict[str, nn.Parameter | None]]
+    raw: list[nn.Parameter | None]
+    sharded: list[nn.Parameter | None]
+
+    @classmethod
+    def of(
+        cls,
+        dictionaries: Iterable[dict[str, nn.Parameter | None]],
+        forms: dict[tuple[int, str], tuple[nn.Parameter, nn.Parameter]],
+    ) -> _Holder:
+        """`forms` of what lies where; what is not there has one only."""
+        held = list(dictionaries)
+        found = [forms.get((id(each), name), (value, value)) for each in held for name, value in each.items()]
+        return cls(held, [raw for raw, _ in found], [sharded for _, sharded in found])
+
+    def holds(self, *, raw: bool) -> bool:
+        """All of them show this form."""
+        now, then = list(_values(self.dictionaries)), self.raw if raw else self.sharded
+        return len(now) == len(then) and all(map(operator.is_, now, then))
 
 
 def _places(unit: Unit, parameters: dict[int, dict]) -> Iterator[tuple[dict, str, nn.Parameter, nn.Parameter, str]]:
