@@ -50,7 +50,6 @@ ENGINES = {
     "ours-copy-engine-resident": ("--engine", "ours", "--exact-init", "--copy-engine", "--residency", "auto"),
     "ours-double-buffer": ("--engine", "ours", "--exact-init", "--double-buffer", "--persist"),
     "ours-user-buffers": ("--engine", "ours", "--exact-init", "--nccl-ub", "--persist"),
-    "ours-copy-engine-user-buffers": ("--engine", "ours", "--exact-init", "--copy-engine", "--nccl-ub", "--persist"),
     "fsdp2-expandable": ("--engine", "fsdp2"),
     "ours-expandable": ("--engine", "ours", "--exact-init"),
 }

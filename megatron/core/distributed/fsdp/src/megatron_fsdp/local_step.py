@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.machine.torch_compat import local_tensor, mesh_and_placements, waited
-from megatron_fsdp.optimizer_state import count_unmarked, mark_state
+from megatron_fsdp.optimizer_state import count_unmarked, mark_param_state, mark_state
 
 #: Optimizers known to update element by element, to keep their state in place once they have it, and to pass over
 #: parameters without a gradient. Subclasses of them may do anything.
@@ -128,6 +128,7 @@ def _lent_of(param: torch.Tensor, state: dict[str, Any], known: dict[int, _Known
     if found is None or not found.is_of(param, grad, state):
         if not _lie_alike(param, grad, state):
             return None
+        _mark_new(param, state)
         found = known[id(param)] = _Known(
             weakref.ref(param),
             weakref.ref(grad),
@@ -136,6 +137,15 @@ def _lent_of(param: torch.Tensor, state: dict[str, Any], known: dict[int, _Known
         )
     given = {name: locally(value) for locally, (name, value) in zip(found.locally, state.items(), strict=True)}
     return Lent(param, local_tensor(param), _local(grad), given)
+
+
+def _mark_new(param: torch.Tensor, state: dict[str, Any]) -> None:
+    """Marks what somebody has put into the state since."""
+    spec = getattr(param, "megatron_fsdp_spec", None)
+    if spec is not None and any(
+        isinstance(each, DTensor) and "full_tensor" not in vars(each) for each in state.values()
+    ):
+        mark_param_state(spec, state)
 
 
 def _local(value: DTensor) -> torch.Tensor:
