@@ -140,8 +140,9 @@ def test_groups_share_one_polling_thread(ranks2):
 
 def test_a_timeout_rebuilds_the_pool(ranks2):
     before = ranks2.run(pid)
-    with pytest.raises(RankError, match=r"\[rank 0/2\] no answer \(timeout of 0.5 s\)"):
+    with pytest.raises(RankError, match=r"\[rank 0/2\] no answer \(timeout of 0.5 s\)") as raised:
         ranks2.run(hang, timeout_s=0.5)
+    assert str(raised.value).count(" in hang\n") == 2, "where each rank was is told"
     for old in before:
         with pytest.raises(ProcessLookupError):
             os.kill(old, 0)

@@ -22,7 +22,7 @@ import tempfile
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from multiprocessing import connection, forkserver
 from typing import Any
 from unittest import mock
@@ -30,12 +30,14 @@ from unittest import mock
 from tests.unit_tests.harness.rank_process import (
     CHECK_TIMEOUT_S,
     REPO_ROOT,
+    STACKS_SIGNAL,
     Failure,
     check_default_group,
     import_paths,
     qualified_name,
     serve,
     set_up,
+    stacks_file,
 )
 
 __all__ = ["REPO_ROOT", "RankError", "RankPool", "import_paths", "results_agree", "setup_mcore"]
@@ -59,6 +61,8 @@ MCORE_MODULES = ["megatron.core.parallel_state"]
 START_TIMEOUT_S = 120.0
 #: Once one rank has failed its peers usually wait for it in a collective; this is how long they get to prove otherwise.
 PEER_GRACE_S = 2.0
+#: How long ranks get to write what their threads are doing.
+STACKS_S = 0.3
 #: Every gloo group costs threads and sockets. Destroying a job's groups would break meshes held by DTensor's caches,
 #: so a pool with more leftovers than this is replaced instead.
 MAX_LEFTOVER_GROUPS = 384
@@ -184,8 +188,10 @@ class RankPool:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in replies}
             ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
+                stacks = self._stacks(waiting.values())
                 for rank in waiting.values():
-                    replies[rank] = _no_answer(timeout_s, any(isinstance(r, Failure) for r in replies.values()))
+                    has_failed_peer = any(isinstance(reply, Failure) for reply in replies.values())
+                    replies[rank] = _no_answer(timeout_s, has_failed_peer, stacks[rank])
                 return [replies[rank] for rank in range(self.world_size)], False
             for pipe in ready:
                 rank = waiting[pipe]
@@ -197,6 +203,15 @@ class RankPool:
                 if isinstance(replies[rank], Failure):
                     deadline = min(deadline, time.monotonic() + PEER_GRACE_S)
         return [replies[rank] for rank in range(self.world_size)], is_alive
+
+    def _stacks(self, ranks: Collection[int]) -> dict[int, str]:
+        """What the Python threads of these ranks are doing."""
+        for rank in ranks:
+            with contextlib.suppress(OSError, TypeError):  # it has ended
+                os.kill(self._processes[rank].pid, STACKS_SIGNAL)
+        time.sleep(STACKS_S)
+        files = {rank: stacks_file(os.path.join(self._rendezvous.name, "store"), rank) for rank in ranks}
+        return {rank: file.read_text(errors="replace") if file.exists() else "" for rank, file in files.items()}
 
     def _crash(self, rank: int) -> Failure:
         process = self._processes[rank]
@@ -238,10 +253,10 @@ def setup_mcore() -> None:
     cpu_compat.install()
 
 
-def _no_answer(timeout_s: float, has_failed_peer: bool) -> Failure:
+def _no_answer(timeout_s: float, has_failed_peer: bool, stacks: str) -> Failure:
     why = "another rank failed" if has_failed_peer else f"timeout of {timeout_s:g} s"
     message = f"no answer ({why}); the rank was killed"
-    return Failure((qualified_name(TimeoutError), "RankTimeout"), message, message)
+    return Failure((qualified_name(TimeoutError), "RankTimeout"), message, f"{message}\n{stacks}")
 
 
 def _unpickled(reply: bytes) -> Any:

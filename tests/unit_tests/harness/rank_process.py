@@ -1,11 +1,13 @@
 """What runs in the process of a rank of a pool: it joins the others and answers jobs."""
 
+import faulthandler
 import gc
 import io
 import multiprocessing
 import os
 import pickle
 import random
+import signal
 import sys
 import threading
 import traceback
@@ -21,6 +23,15 @@ ENGINE_SOURCE = REPO_ROOT / "megatron/core/distributed/fsdp/src"
 
 #: In this time the ranks must meet after a job.
 CHECK_TIMEOUT_S = 10.0
+
+
+#: A rank that gets this signal writes what its threads are doing; a hang can be understood afterwards.
+STACKS_SIGNAL = signal.SIGUSR1
+
+
+def stacks_file(store: str, rank: int) -> Path:
+    """Where it writes that."""
+    return Path(f"{store}.stacks{rank}")
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,8 @@ def serve(pipe: connection.Connection, rank: int, world_size: int, store: str) -
 
     from megatron_fsdp.runtime import linear_grads
 
+    stacks = stacks_file(store, rank).open("w")
+    faulthandler.register(STACKS_SIGNAL, file=stacks)
     torch.set_num_threads(1)
     linear_grads.LEAST_NUMEL = 1  # the tests' models are small
     _share_gloo_device()
