@@ -121,7 +121,8 @@ def reason(error: str) -> str:
     """The line of an error's text that says most; torchrun puts its own below that of Python."""
     lines = [line.strip() for line in error.splitlines() if re.search(r"\w", line)]
     telling = [line for line in lines if re.match(r"(\[rank\d+\]: *)?[\w.]*(Error|Exception)\b", line)]
-    return (telling or lines or ["nothing was said"])[-1][:80].replace("|", "/")
+    of_ranks = [line for line in telling if line.startswith("[rank") or "torch.distributed.elastic" not in line]
+    return (of_ranks or telling or lines or ["nothing was said"])[-1][:80].replace("|", "/")
 
 
 def table(folder: Path) -> str:

@@ -97,6 +97,7 @@ def test_one_gpu_that_pretends_has_a_table_of_its_own(table, tmp_path, monkeypat
     [
         ("", "nothing was said"),
         ("a\n[rank1]: torch.OutOfMemoryError: 3 | 4\nRoot Cause:\n=====\n", "[rank1]: torch.OutOfMemoryError: 3 / 4"),
+        ("[rank0]: ValueError: no\ntorch.distributed.elastic.errors.ChildFailedError:\nx", "[rank0]: ValueError: no"),
         ("Root Cause:\n traceback : Signal 9 (SIGKILL)\n=====\n", "traceback : Signal 9 (SIGKILL)"),
     ],
 )
