@@ -68,12 +68,24 @@ class Block(nn.Module):
         return x + self.w2(F.silu(self.w1(y)) * self.w3(y))
 
 
+class Stack(nn.Sequential):
+    """Several layers that are one unit."""
+
+    def forward(self, x, cos, sin):
+        for layer in self:
+            x = layer(x, cos, sin)
+        return x
+
+
 class Llama(nn.Module):
-    def __init__(self, h, f, layers, n, kv, vocab):
+    def __init__(self, h, f, layers, n, kv, vocab, unit_layers=1):
         super().__init__()
         self.hd = h // n
         self.embed = nn.Embedding(vocab, h)
-        self.layers = nn.ModuleList(Block(h, f, n, kv) for _ in range(layers))
+        blocks = [Block(h, f, n, kv) for _ in range(layers)]
+        if unit_layers > 1:
+            blocks = [Stack(*blocks[i : i + unit_layers]) for i in range(0, layers, unit_layers)]
+        self.layers = nn.ModuleList(blocks)
         self.norm = RMSNorm(h)
         self.head = nn.Linear(h, vocab, bias=False)
         self.recompute = False
@@ -104,7 +116,7 @@ def init_weights(model, seed=1234):
 def build(args, device, dtype):
     with torch.device(device):
         torch.set_default_dtype(dtype)
-        model = Llama(*SIZES[args.size])
+        model = Llama(*SIZES[args.size], unit_layers=args.unit_layers)
         torch.set_default_dtype(torch.float32)
     model.recompute = args.recompute
     return model
@@ -154,7 +166,8 @@ def make_engine(args, device):
         from megatron_fsdp import fully_shard_model, fully_shard_optimizer, MixedPrecisionPolicy
         model = build(args, device, torch.bfloat16)
         init_weights(model)
-        units = [Block, nn.Embedding] if args.units == "all" else [Block]
+        layer = Stack if args.unit_layers > 1 else Block
+        units = [layer, nn.Embedding] if args.units == "all" else [layer]
         mesh = dist.device_mesh.init_device_mesh("cuda", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
         model = fully_shard_model(
             model, device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp", fsdp_unit_modules=units, zero_dp_strategy=args.strategy,
@@ -168,7 +181,8 @@ def make_engine(args, device):
         from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
         model = build(args, device, torch.bfloat16)
         init_weights(model)
-        units = [Block, nn.Embedding] if args.units == "all" else [Block]
+        layer = Stack if args.unit_layers > 1 else Block
+        units = [layer, nn.Embedding] if args.units == "all" else [layer]
         hybrid = {}
         if args.outer:  # half of the ranks shard, the other half repeats (no_shard) or shares the optimizer's state (optim)
             names = ("outer", "dp")
@@ -210,6 +224,7 @@ def parser():
     ap.add_argument("--strategy", default="optim_grads_params")
     ap.add_argument("--grad-comm", default="fp32", choices=["fp32", "bf16"])
     ap.add_argument("--units", default="layers", choices=["layers", "all"])
+    ap.add_argument("--unit-layers", type=int, default=1, help="layers that are sharded as one unit")
     ap.add_argument("--recompute", action="store_true")
     ap.add_argument("--nccl-ub", action="store_true")
     ap.add_argument("--double-buffer", action="store_true")
@@ -228,8 +243,8 @@ def parser():
 
 def main():
     args = parser().parse_args()
-    if args.steps <= args.warmup or min(args.mbs, args.seq, args.accum) < 1:
-        raise SystemExit(f"error: --steps {args.steps} should be above --warmup {args.warmup}; --mbs, --seq, --accum at least 1")
+    if args.steps <= args.warmup or min(args.mbs, args.seq, args.accum, args.unit_layers) < 1:
+        raise SystemExit(f"error: --steps {args.steps} should be above --warmup {args.warmup}; --mbs, --seq, --accum, --unit-layers at least 1")
     rank, local = (0, 0) if args.pretend_ranks else (int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(local)
     device = torch.device("cuda", local)
@@ -286,7 +301,7 @@ def main():
         s = med.item() / 1e3
         print("RESULT " + json.dumps(dict(
             engine=args.engine, size=args.size, gpus=dist.get_world_size(), seq=args.seq, mbs=args.mbs, accum=args.accum,
-            strategy=args.strategy, comm=args.grad_comm, units=args.units, ub=args.nccl_ub, db=args.double_buffer, residency=args.residency, copies=args.copy_engine, rc=args.recompute,
+            strategy=args.strategy, comm=args.grad_comm, units=args.units, unit_layers=args.unit_layers, ub=args.nccl_ub, db=args.double_buffer, residency=args.residency, copies=args.copy_engine, rc=args.recompute,
             pretended=bool(args.pretend_ranks),
             step_ms=round(med.item(), 1), min_ms=round(min(times), 1), max_ms=round(max(times), 1),
             host_ms=round(statistics.median(host_times), 1), tok_s_gpu=round(tok / s),

@@ -23,8 +23,14 @@ def script() -> Any:
 
 def measured() -> dict[str, dict[str, Any]]:
     module = script()
-    arguments = {"nocomm": ("--engine", "nocomm", *TINY), "ours": ("--engine", "ours", *TINY, "--accum", "2")}
+    arguments = {
+        "nocomm": ("--engine", "nocomm", *TINY),
+        "ours": ("--engine", "ours", *TINY, "--accum", "2"),
+        "ours-pairs": ("--engine", "ours", *TINY, "--unit-layers", "2"),
+    }
     subjects = {name: module.Subject(told, torch.device("cpu")) for name, told in arguments.items()}
+    units = {name: len(subject._model._schedule.units) for name, subject in subjects.items() if name != "nocomm"}
+    assert units == {"ours": 4, "ours-pairs": 3}, "three layers and the root, and a pair, what is left, and the root"
     return module.measure(subjects, rounds=3, steps=1)
 
 
