@@ -32,7 +32,7 @@ class StepResult:
     """Per token, over all ranks and micro-batches, before the update."""
     is_skipped: bool
     """Nothing was updated, because a gradient overflowed in fp16."""
-    grad_norm: torch.Tensor | float | None
+    grad_norm: torch.Tensor | None
     """Before clipping; None if the step was skipped."""
     num_zeros: torch.Tensor | int | None
     """Zeros in the gradient, if they are counted."""
@@ -51,19 +51,15 @@ def train_step(run: Run) -> StepResult:
         raise _not_finite(run, f"a gradient of iteration {run.state.iteration + 1} is not finite: {error}") from error
     if run.plan.checks_for_nan:
         _check_finite(run, "loss", loss)
-        # While the weights are updated the host goes on to the next iteration: it has nothing to wait for after that.
-        run.optimizer.on_grad_norm = functools.partial(_check_finite, run, "gradient norm")
-    is_updated, grad_norm, num_zeros = run.optimizer.step()
+    norms: list[torch.Tensor] = []
+    run.optimizer.on_grad_norm = functools.partial(_note_norm, run, norms)
+    is_updated, _, num_zeros = run.optimizer.step()
     if is_updated:
-        if run.config.optimizer.clip_grad == 0:
-            grad_norm = run.optimizer.get_grad_norm()  # megatron-core takes it only to clip by it.
-            if run.plan.checks_for_nan:
-                _check_finite(run, "gradient norm", grad_norm)
         run.scheduler.step(run.plan.global_batch_size)
     return StepResult(
         loss=loss,
         is_skipped=not is_updated,
-        grad_norm=grad_norm,
+        grad_norm=norms[0] if norms else None,
         # megatron-core says 0 when it has not counted.
         num_zeros=num_zeros if run.config.logger.log_num_zeros_in_grad else None,
     )
@@ -89,6 +85,13 @@ def forward_backward(run: Run, stream: DataStream, *, forward_only: bool) -> tor
 def loss_of(total: torch.Tensor) -> torch.Tensor:
     """The loss per token of (sum of losses, number of tokens)."""
     return total[0] / total[1].clamp(min=1)
+
+
+def _note_norm(run: Run, norms: list[torch.Tensor], norm: torch.Tensor) -> None:
+    # Read here, if at all: while the weights are updated, the host goes on to the next iteration and need not wait.
+    if run.plan.checks_for_nan:
+        _check_finite(run, "gradient norm", norm)
+    norms.append(norm)
 
 
 def _check_finite(run: Run, name: str, value: torch.Tensor | float) -> None:

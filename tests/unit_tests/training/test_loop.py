@@ -238,8 +238,9 @@ def train_with_an_infinite_norm(flags: str) -> tuple[str, bool]:
     return str(caught.value), all(torch.equal(param, before) for param, before in kept)
 
 
-def test_an_infinite_norm_is_noticed_before_anything_is_updated(mcore_ranks2):
-    for message, is_kept in mcore_ranks2.run(train_with_an_infinite_norm, "--clip-grad 1.0"):
+@pytest.mark.parametrize("clips", [1.0, 0.0])
+def test_an_infinite_norm_is_noticed_before_anything_is_updated(mcore_ranks2, clips):
+    for message, is_kept in mcore_ranks2.run(train_with_an_infinite_norm, f"--clip-grad {clips}"):
         assert message.startswith("the gradient norm of iteration 1 is inf, with learning rate")
         assert is_kept
 

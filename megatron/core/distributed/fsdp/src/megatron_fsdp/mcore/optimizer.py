@@ -44,8 +44,11 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         self.model_chunks = list(model_chunks)
         self.is_stub_optimizer = False
         self.grad_stats_parallel_group = grad_stats_group
-        self.on_grad_norm: Callable[[torch.Tensor], None] = lambda norm: None
-        """Given the norm, a scalar tensor, before it clips and before anything is updated; may raise, on every rank."""
+        self.on_grad_norm: Callable[[torch.Tensor], None] | None = None
+        """Given the norm, a scalar tensor, before it clips and before anything is updated; may raise, on every rank.
+
+        If there is one, the norm is taken also where nothing is clipped by it.
+        """
 
     def _grads(self) -> list[torch.Tensor]:
         """Gradients of distinct parameters, as DTensors; a tied parameter counts once."""
@@ -73,9 +76,17 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         """Clips the gradients to norm `clip_grad`; gives back the norm before. **Collective.**"""
         grads = self._grads()
         norm = grad_stats.total_norm(grads, self.grad_stats_parallel_group, self._device())
-        self.on_grad_norm(norm)
+        if self.on_grad_norm is not None:
+            self.on_grad_norm(norm)
         grad_stats.clip_by_norm(grads, clip_grad, norm)
         return norm
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Updates the weights; True. **Collective** if the norm is yet to be taken."""
+        if self.on_grad_norm is not None and not self.config.clip_grad > 0:
+            self.on_grad_norm(self.get_grad_norm())
+        return super().step_with_ready_grads()
 
     @torch.no_grad()
     def count_zeros(self) -> torch.Tensor:
