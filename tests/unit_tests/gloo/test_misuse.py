@@ -117,11 +117,11 @@ def test_a_backward_belongs_to_the_weights_of_its_forward(ranks2: RankPool) -> N
     ranks2.run_expecting(RuntimeError, "have changed since its forward", step_between_forward_and_backward)
 
 
-def step_unseen(options: dict[str, object], is_fused: bool, installs: bool) -> None:
+def step_unseen(options: dict[str, object], kind: dict[str, bool], installs: bool) -> None:
     """Two steps of an optimizer that the model does not know, made from its parameters."""
     torch.manual_seed(0)
     model = fully_shard_model(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), fsdp_unit_modules=[nn.Linear], **options)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=is_fused)
+    optimizer = torch.optim.AdamW(model.parameters(), **kind)
     for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
@@ -131,19 +131,20 @@ def step_unseen(options: dict[str, object], is_fused: bool, installs: bool) -> N
 
 
 UNSEEN = [
-    ({"zero_dp_strategy": 1}, False),
-    ({"zero_dp_strategy": 2}, True),
-    ({"zero_dp_strategy": 0, "mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=torch.float64)}, False),
+    ({"zero_dp_strategy": 1}, {}),
+    ({"zero_dp_strategy": 2}, {"fused": True}),
+    ({"zero_dp_strategy": 2}, {"foreach": True}),
+    ({"zero_dp_strategy": 0, "mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=torch.float64)}, {}),
 ]
 OTHER_VALUES = "^0.weight, 0.bias of unit 0 have other values .* fully_shard_optimizer.*install_optimized_model_weights"
 
 
 def test_a_step_that_the_model_does_not_see_is_refused(ranks2: RankPool) -> None:
     """Compute weights would stay what they were, for ever."""
-    for options, is_fused in UNSEEN:
-        ranks2.run_expecting(RuntimeError, OTHER_VALUES, step_unseen, options, is_fused, False)
-        ranks2.run(step_unseen, options, is_fused, True)
-    ranks2.run(step_unseen, {"zero_dp_strategy": 3}, False, False)  # Gathers read what is there.
+    for options, kind in UNSEEN:
+        ranks2.run_expecting(RuntimeError, OTHER_VALUES, step_unseen, options, kind, False)
+        ranks2.run(step_unseen, options, kind, True)
+    ranks2.run(step_unseen, {"zero_dp_strategy": 3}, {}, False)  # Gathers read what is there.
 
 
 def write_under_resident_weights(how: str) -> None:

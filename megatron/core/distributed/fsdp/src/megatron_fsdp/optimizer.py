@@ -79,9 +79,12 @@ def fully_shard_optimizer(
 
 
 def _count_changes(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Makes the step of any optimizer visible to the model whose parameters it holds: fused ones leave no trace."""
+    """Makes the step of any optimizer visible to the model whose parameters it holds.
+
+    Those that update many tensors in one operation leave no trace on DTensors (torch 2.13).
+    """
     for group in optimizer.param_groups:
-        if group.get("fused"):
+        if group.get("fused") or group.get("foreach"):
             for param in group["params"]:
                 if hasattr(param, "_megatron_fsdp_owner"):
                     torch.autograd.graph.increment_version(param)
