@@ -42,12 +42,22 @@ class _Known(NamedTuple):
     param: weakref.ref[torch.Tensor]
     grad: weakref.ref[torch.Tensor]
     state: tuple[weakref.ref[torch.Tensor], ...]
-    locally: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
-    """What gives the local tensor of each tensor of the state."""
+    sharded: tuple[str, ...]
+    """What of the state is DTensors."""
+
+    @classmethod
+    def of(cls, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> _Known:
+        """What is known of these from now on; numbers are not, and with them the whole is looked at in each step."""
+        return cls(
+            weakref.ref(param),
+            weakref.ref(grad),
+            tuple(weakref.ref(value) for value in state.values() if isinstance(value, torch.Tensor)),
+            tuple(name for name, value in state.items() if isinstance(value, DTensor)),
+        )
 
     def is_of(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> bool:
         """These are the objects."""
-        if self.param() is not param or self.grad() is not grad or len(state) != len(self.state):
+        if self.grad() is not grad or self.param() is not param or len(state) != len(self.state):
             return False
         return all(map(operator.is_, [known() for known in self.state], state.values()))
 
@@ -129,14 +139,11 @@ def _lent_of(param: torch.Tensor, state: dict[str, Any], known: dict[int, _Known
         if not _lie_alike(param, grad, state):
             return None
         _mark_new(param, state)
-        found = known[id(param)] = _Known(
-            weakref.ref(param),
-            weakref.ref(grad),
-            tuple(weakref.ref(value) for value in state.values() if isinstance(value, torch.Tensor)),
-            tuple(_local if isinstance(value, DTensor) else _itself for value in state.values()),
-        )
-    given = {name: locally(value) for locally, (name, value) in zip(found.locally, state.items(), strict=True)}
-    return Lent(param, local_tensor(param), _local(grad), given)
+        found = known[id(param)] = _Known.of(param, grad, state)
+    given = dict(state)
+    for name in found.sharded:
+        given[name] = waited(local_tensor(given[name]))
+    return Lent(param, local_tensor(param), waited(local_tensor(grad)), given)
 
 
 def _mark_new(param: torch.Tensor, state: dict[str, Any]) -> None:
@@ -146,14 +153,6 @@ def _mark_new(param: torch.Tensor, state: dict[str, Any]) -> None:
         isinstance(each, DTensor) and "full_tensor" not in vars(each) for each in state.values()
     ):
         mark_param_state(spec, state)
-
-
-def _local(value: DTensor) -> torch.Tensor:
-    return waited(local_tensor(value))
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def _lie_alike(param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> bool:
