@@ -268,6 +268,38 @@ def test_memory_is_compacted_once_before_state_is_made(ranks2, loads, count):
     assert ranks2.run(count_compactions, 3, loads) == [count] * 2
 
 
+def take_away(kind, change):
+    """Weights after steps before which `change` was done to the state, sharded and whole."""
+    plain = build_whole()
+    reference = kind.over(plain.parameters())
+    model, optimizer = build(kind)
+    for number, batch in enumerate(batches(dist.get_world_size(), 4)):
+        for state in (*optimizer.state.values(), *reference.state.values()):
+            change(state, number)
+        plain_step(plain, reference, batch)
+        sharded_step(model, optimizer, batch)
+    return full(model), [param.detach() for param in plain.parameters()]
+
+
+def forget_momentum(state, number):
+    if number == 2:
+        state["momentum_buffer"] = None
+
+
+def tag_and_untag(state, number):
+    if number == 1:
+        state["age"] = 1
+    elif number == 2:
+        del state["age"]
+
+
+@pytest.mark.parametrize("change", [forget_momentum, tag_and_untag])
+def test_state_that_is_taken_away_between_steps_is_made_anew(ranks2, change):
+    momentum = Kind("SGD", {"lr": 0.1, "momentum": 0.9, "foreach": False})
+    for ours, theirs in ranks2.run(take_away, momentum, change):
+        assert_close(ours, theirs)
+
+
 def replace_inside_a_step():
     from megatron_fsdp import local_step
 

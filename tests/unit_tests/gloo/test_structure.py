@@ -86,6 +86,62 @@ def test_changed_parameters_are_refused_at_the_next_forward(ranks2: RankPool) ->
         ranks2.run(check_changes, strategy)
 
 
+class Containers(nn.Module):
+    """Parts that can change places so that the same things follow one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.ParameterDict({"a": nn.Parameter(torch.ones(4)), "b": nn.Parameter(torch.zeros(4))})
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+        self.second = nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x * self.table["a"]))
+
+
+def swap(root: Containers) -> None:
+    root.table["b"], root.table["a"] = root.table.pop("a"), root.table.pop("b")
+
+
+def rename(root: Containers) -> None:
+    root.table["a"], root.table["c"] = root.table.pop("a"), root.table.pop("b")
+
+
+def move(root: Containers) -> None:
+    moved = root.first[1]
+    del root.first[1]
+    root.second.insert(0, moved)
+
+
+def fill(root: Containers) -> None:
+    root.first[1].bias = nn.Parameter(torch.zeros(4))
+
+
+MOVES: list[tuple[Callable[[Containers], None], str]] = [
+    (swap, "table.a was replaced"),
+    (rename, "table.b was removed|parameter table.c was added"),
+    (move, "a module of first with sharded parameters was removed|module second.1 .* was added"),
+    (fill, "parameter first.1.bias was added"),
+]
+
+
+def check_moves(shows_raw: bool) -> None:
+    """What changes places raises at the next forward, also while the root shows its whole weights."""
+    for change, message in MOVES:
+        model = shard(Containers(), Sharding(units=(nn.Sequential,)))
+        loss = model(torch.ones(1, 4)).sum()
+        if not shows_raw:
+            loss.backward()
+        change(model.module)
+        with no_collectives(), pytest.raises(RuntimeError, match=message):
+            model(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("shows_raw", [False, True])
+def test_parts_that_have_changed_places_are_refused(ranks2: RankPool, shows_raw: bool) -> None:
+    ranks2.run(check_moves, shows_raw)
+
+
 def check_harmless() -> None:
     """Values may change in place, parts without parameters come and go, and evaluation may switch gradients off."""
     model = shard(TinyMLP(), Sharding(units=(MLPBlock,)))

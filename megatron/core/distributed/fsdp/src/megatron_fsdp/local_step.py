@@ -41,25 +41,31 @@ class _Known(NamedTuple):
 
     param: weakref.ref[torch.Tensor]
     grad: weakref.ref[torch.Tensor]
+    names: tuple[str, ...]
+    """Of the state."""
     state: tuple[weakref.ref[torch.Tensor], ...]
     sharded: tuple[str, ...]
     """What of the state is DTensors."""
 
     @classmethod
     def of(cls, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> _Known:
-        """What is known of these from now on; numbers are not, and with them the whole is looked at in each step."""
+        """What is known of these from now on. State with numbers never is, and is looked at in each step."""
         return cls(
             weakref.ref(param),
             weakref.ref(grad),
+            tuple(state),
             tuple(weakref.ref(value) for value in state.values() if isinstance(value, torch.Tensor)),
             tuple(name for name, value in state.items() if isinstance(value, DTensor)),
         )
 
     def is_of(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> bool:
         """These are the objects."""
-        if self.grad() is not grad or self.param() is not param or len(state) != len(self.state):
+        if self.grad() is not grad or self.param() is not param or tuple(state) != self.names:
             return False
-        return all(map(operator.is_, [known() for known in self.state], state.values()))
+        values = state.values()
+        # What is gone is None, as what somebody has put in its place may be.
+        is_same = len(self.state) == len(values) and all(map(operator.is_, [known() for known in self.state], values))
+        return is_same and not any(value is None for value in values)
 
 
 #: By optimizer, and by id of the parameter: the host would take 2 microseconds to look at each of them again.

@@ -36,7 +36,8 @@ class Structure:
         self._units = units
         self._trained = [(param.sharded, param.raw.requires_grad, param) for _, _, _, param in self._memory]
         self._children = [contents.modules for contents in self._modules]
-        self._known_children = list(_values(self._children))
+        self._known_children = _Snapshot.of(self._children)
+        self._empty = [(contents.parameters, name) for contents in self._modules for name in contents.empty]
         forms = {
             (id(held), name): (raw, sharded) for _, places in self._places for held, name, raw, sharded, _ in places
         }
@@ -59,7 +60,7 @@ class Structure:
         if not self._has_same_modules():
             for contents in self._modules:
                 contents.check()
-            self._known_children = list(_values(self._children))
+            self._known_children = _Snapshot.of(self._children)
         if not all(holder.holds(raw=unit.shows_raw) for unit, holder in self._holders):
             self._check_places()
         self._check_memory()
@@ -73,15 +74,17 @@ class Structure:
                         "install_optimized_model_weights()."
                     )
         if torch.is_grad_enabled() and list(map(_requires_grad, self._sharded)) != self._frozenness:
-            check_frozenness(param for _, _, param in self._trained)
+            for sharded, requires_grad, param in self._trained:
+                if sharded.requires_grad is not requires_grad:
+                    check_frozenness([param])
 
     def _has_same_modules(self) -> bool:
         """No module was put in another's place, and none holds more or fewer parameters."""
-        children = self._known_children
-        now = list(_values(self._children))
-        if len(now) != len(children) or not all(map(operator.is_, now, children)):
+        if not self._known_children.is_of(self._children):
             return False
-        return all(len(contents.parameters) == len(contents.param_names) for contents in self._modules)
+        if not all(len(contents.parameters) == len(contents.param_names) for contents in self._modules):
+            return False
+        return all(held.get(name) is None for held, name in self._empty)
 
     def _check_places(self) -> None:
         for unit, places in self._places:
@@ -111,12 +114,36 @@ def _values(dictionaries: Iterable[dict]) -> Iterator[object]:
 
 
 @dataclasses.dataclass
+class _Snapshot:
+    """What dictionaries hold, under which names."""
+
+    names: list[str]
+    sizes: list[int]
+    values: list[object]
+
+    @classmethod
+    def of(cls, dictionaries: Sequence[dict]) -> _Snapshot:
+        return cls(
+            list(itertools.chain.from_iterable(dictionaries)), list(map(len, dictionaries)), list(_values(dictionaries))
+        )
+
+    def is_of(self, dictionaries: Sequence[dict]) -> bool:
+        """They hold it still, in the same order."""
+        if (
+            list(map(len, dictionaries)) != self.sizes
+            or list(itertools.chain.from_iterable(dictionaries)) != self.names
+        ):
+            return False
+        return all(map(operator.is_, _values(dictionaries), self.values))
+
+
+@dataclasses.dataclass
 class _Holder:
-    """The places of a unit's parameters: modules' dictionaries, and in their order what they hold in both forms."""
+    """The places of a unit's parameters: modules' dictionaries, and what they hold in both forms."""
 
     dictionaries: list[dict[str, nn.Parameter | None]]
-    raw: list[nn.Parameter | None]
-    sharded: list[nn.Parameter | None]
+    raw: _Snapshot
+    sharded: _Snapshot
 
     @classmethod
     def of(
@@ -127,12 +154,13 @@ class _Holder:
         """`forms` of what lies where; what is not there has one only."""
         held = list(dictionaries)
         found = [forms.get((id(each), name), (value, value)) for each in held for name, value in each.items()]
-        return cls(held, [raw for raw, _ in found], [sharded for _, sharded in found])
+        now = _Snapshot.of(held)
+        raw, sharded = (dataclasses.replace(now, values=[pair[form] for pair in found]) for form in (0, 1))
+        return cls(held, raw, sharded)
 
     def holds(self, *, raw: bool) -> bool:
         """All of them show this form."""
-        now, then = list(_values(self.dictionaries)), self.raw if raw else self.sharded
-        return len(now) == len(then) and all(map(operator.is_, now, then))
+        return (self.raw if raw else self.sharded).is_of(self.dictionaries)
 
 
 def _places(unit: Unit, parameters: dict[int, dict]) -> Iterator[tuple[dict, str, nn.Parameter, nn.Parameter, str]]:
@@ -159,17 +187,22 @@ class _Contents:
     name: str
     parameters: dict[str, nn.Parameter | None]
     param_names: tuple[str, ...]
+    empty: tuple[str, ...]
+    """Names under which a parameter could be, and none was."""
     modules: dict[str, nn.Module | None]
     children: tuple[nn.Module | None, ...]
 
     @classmethod
     def of(cls, name: str, module: nn.Module) -> _Contents:
         """What `module` holds now."""
-        return cls(
-            name, module._parameters, tuple(module._parameters), module._modules, tuple(module._modules.values())
-        )
+        held = module._parameters
+        empty = tuple(each for each, value in held.items() if value is None)
+        return cls(name, held, tuple(held), empty, module._modules, tuple(module._modules.values()))
 
     def check(self) -> None:
+        for name in self.empty:
+            if self.parameters.get(name) is not None:
+                self._refuse(f"parameter {self._fqn(name)} was added")
         if len(self.parameters) != len(self.param_names):
             for name in self.parameters.keys() - set(self.param_names):
                 if self.parameters[name] is not None:
