@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.unit_tests.harness.communication import no_collectives
 from tests.unit_tests.harness.models import MLPBlock, TinyMLP
 from tests.unit_tests.harness.rank_pool import RankPool
@@ -68,7 +68,7 @@ def build() -> TinyMLP:
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5)
 
 
-def job_drop(strategy: int) -> None:
+def job_drop(strategy: int, accumulates: torch.dtype | None = None) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for drop in WAYS:
         # Between forward and backward the inner module shows the root's whole weights, whose gradients are not there.
@@ -78,7 +78,12 @@ def job_drop(strategy: int) -> None:
             model = build()
             mesh = {"device_mesh": flat_mesh(), "dp_shard_dim": "dp"}
             sharded = fully_shard(
-                model, sgd(model.parameters()), fsdp_unit_modules=[MLPBlock], zero_dp_strategy=strategy, **mesh
+                model,
+                sgd(model.parameters()),
+                fsdp_unit_modules=[MLPBlock],
+                zero_dp_strategy=strategy,
+                mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=accumulates),
+                **mesh,
             )
             mine = slice(4 * rank, 4 * rank + 4)
             came = train(drop, *sharded, ranks, mine, between)
@@ -88,6 +93,47 @@ def job_drop(strategy: int) -> None:
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
 def test_gradients_dropped_by_any_way_are_dropped(ranks2: RankPool, strategy: int) -> None:
     ranks2.run(job_drop, strategy)
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_so_are_those_that_are_copies_in_another_dtype(ranks2: RankPool, strategy: int) -> None:
+    ranks2.run(job_drop, strategy, torch.float64)
+
+
+def job_change(strategy: int, accumulates: torch.dtype, syncs: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Gradients of three backwards, changed in place after the second, in which some elements stay as they are."""
+    gradients = []
+    for is_sharded in (False, True):
+        model = build()
+        if is_sharded:
+            model = fully_shard_model(
+                model,
+                flat_mesh(),
+                "dp",
+                fsdp_unit_modules=[MLPBlock],
+                zero_dp_strategy=strategy,
+                sync_model_each_microbatch=syncs,
+                mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=accumulates),
+            )
+        for number in range(3):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+            model(x).square().mean().backward()
+            if is_sharded and not syncs and number:
+                model.finish_grad_sync()
+            if number == 1:
+                for param in list(model.parameters())[::2]:
+                    param.grad.mul_(-3.0)
+        gradients.append([getattr(param.grad, "full_tensor", lambda p=param: p.grad)() for param in model.parameters()])
+    return gradients[0], gradients[1]
+
+
+@pytest.mark.parametrize("syncs", [True, False])
+@pytest.mark.parametrize("accumulates", [torch.float64, torch.bfloat16])
+def test_what_was_changed_in_place_is_added_to(ranks2: RankPool, accumulates: torch.dtype, syncs: bool) -> None:
+    tolerance = 1e-6 if accumulates is torch.float64 else 3e-2
+    for strategy in (0, 3):
+        for theirs, ours in ranks2.run(job_change, strategy, accumulates, syncs):
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 def job_two_optimizers(strategy: int, syncs: bool) -> None:
@@ -129,6 +175,45 @@ def job_two_optimizers(strategy: int, syncs: bool) -> None:
 @pytest.mark.parametrize(("strategy", "syncs"), [(0, True), (3, True), (0, False), (3, False)])
 def test_two_optimizers_of_one_model_leave_each_other_alone(ranks2: RankPool, strategy: int, syncs: bool) -> None:
     ranks2.run(job_two_optimizers, strategy, syncs)
+
+
+def job_partly_dropped() -> list[int]:
+    """Elements that gradient buffers keep once the user has dropped some gradients, and an optimizer the others."""
+    model = fully_shard_model(build(), flat_mesh(), "dp", fsdp_unit_modules=[MLPBlock])
+    params = list(model.parameters())
+    optimizer = fully_shard_optimizer(sgd(params[1:]))
+    model(torch.ones(4, 6)).square().mean().backward()
+    params[0].grad = None
+    optimizer.zero_grad()
+    return [group.main_grad_buffer.data.numel() for group in model.param_and_grad_buffer.parameter_groups]
+
+
+def test_nothing_is_kept_when_all_was_dropped_in_two_ways(ranks2: RankPool) -> None:
+    for kept in ranks2.run(job_partly_dropped):
+        assert not any(kept)
+
+
+def job_detached() -> tuple[torch.Tensor, torch.Tensor]:
+    """A gradient that was tripled in place, detached and added to; and the gradient of one backward."""
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float64)
+    model = fully_shard_model(build(), flat_mesh(), "dp", fsdp_unit_modules=[MLPBlock], mixed_precision_policy=policy)
+    optimizer = fully_shard_optimizer(sgd(model.parameters()))
+    found = []
+    for is_changed in (True, False):
+        model(torch.ones(4, 6)).square().mean().backward()
+        if is_changed:
+            for param in model.parameters():
+                param.grad.mul_(3.0)
+            optimizer.zero_grad(zero_grad_buffer=False)
+            model(torch.ones(4, 6)).square().mean().backward()
+        found.append(next(model.parameters()).grad.full_tensor())
+        optimizer.zero_grad()
+    return found[0], found[1]
+
+
+def test_buffers_keep_what_was_changed_before_it_was_detached(ranks2: RankPool) -> None:
+    for changed, once in ranks2.run(job_detached):
+        torch.testing.assert_close(changed, 4 * once)
 
 
 def add_other_model() -> None:

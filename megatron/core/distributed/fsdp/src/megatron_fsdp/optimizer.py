@@ -269,8 +269,10 @@ def _wrap_zero_grad(optimizer: torch.optim.Optimizer, model: Any) -> None:
 
     def zero_grad(self: torch.optim.Optimizer, *args: Any, zero_grad_buffer: bool = True, **kwargs: Any) -> Any:
         check_groups(self)
-        result = base(self, *args, **kwargs)
         buffer, own = model.param_and_grad_buffer, _params_of(self)  # other parameters may be another optimizer's
+        if not zero_grad_buffer:
+            buffer.follow_grads()
+        result = base(self, *args, **kwargs)
         if zero_grad_buffer:
             buffer.zero_grad(own)
         else:

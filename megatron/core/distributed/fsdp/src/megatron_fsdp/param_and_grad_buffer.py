@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron_fsdp.grad_handles import GradHandles
 from megatron_fsdp.machine.allocator import StoragePool
+from megatron_fsdp.machine.torch_compat import foreach_copy_, local_tensor
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.storage import register_late
 from megatron_fsdp.runtime.structure import check_frozenness
@@ -33,7 +34,7 @@ class ParamAndGradBuffer:
         """Over the buffers themselves."""
         self._copies = GradHandles()
         """Over copies in the dtype of parameters that have another one than gradients accumulate in."""
-        schedule.before_gradients = weakref.WeakMethod(self.forget_dropped)
+        schedule.before_gradients = weakref.WeakMethod(self.follow_grads)
         self._attached: dict[int, tuple[torch.Tensor | None, int]] = {}
         """What was attached last, and the generation it holds, by id of the sharded parameter."""
         self._showing: set[int] = set()
@@ -86,11 +87,11 @@ class ParamAndGradBuffer:
 
     def _shown(self, group: ParamGroup, members: list[ManagedParam]) -> tuple[torch.Tensor, GradHandles]:
         """A finalized gradient as parameters have it: the buffer's own, or a copy in their dtype."""
-        final, dtype = group.main_grad.final.data, members[0].sharded.dtype
-        if self._use_decoupled_grad or final.dtype == dtype:
+        final = group.main_grad.final.data
+        if not self._has_copies(group):
             return final, self._handles
         self._copies.let_go(param.sharded for param in members)  # they show an earlier gradient, if any
-        return final.to(dtype), self._copies
+        return final.to(members[0].sharded.dtype), self._copies
 
     def _attach(
         self, group: ParamGroup, sharded: nn.Parameter, shown: tuple[torch.Tensor, GradHandles] | None, span: Span
@@ -163,6 +164,35 @@ class ParamAndGradBuffer:
             self._forget(group, members, slots)
 
     @torch.no_grad()
+    def follow_grads(self) -> None:
+        """Makes the buffers hold what has become of attached gradients, before others are added to them."""
+        self.forget_dropped()
+        for group, members in self._trained_groups():
+            if id(group) in self._showing and group.main_grad.state is GradState.FINAL and self._has_copies(group):
+                self._take_back(
+                    group, [i for i, param in enumerate(members) if self._is_attached(group, param.sharded)]
+                )
+
+    def _has_copies(self, group: ParamGroup) -> bool:
+        """Gradients are shown in another dtype than that in which they accumulate."""
+        sharded = self._members[id(group)][0].sharded
+        return not self._use_decoupled_grad and group.main_grad.buffer.dtype != sharded.dtype
+
+    def _take_back(self, group: ParamGroup, slots: list[int]) -> None:
+        """Copies gradients that may have been changed in place, as by clipping, back to the buffer.
+
+        Nothing tells for sure whether they were: operations on many DTensors are counted nowhere (torch 2.13).
+        """
+        members, spans, final = self._members[id(group)], group.main_grad.final_spans, group.main_grad.final.data
+        views = [spans[slot].view(final) for slot in slots]
+        copies = [local_tensor(members[slot].sharded.grad) for slot in slots]
+        if slots and torch.promote_types(final.dtype, copies[0].dtype) is copies[0].dtype:
+            foreach_copy_(views, copies)  # what was not changed comes back as it was
+        else:
+            for view, copy in zip(views, copies, strict=True):  # it would come back rounded
+                view.copy_(torch.where(copy != view.to(copy.dtype), copy.to(view.dtype), view))
+
+    @torch.no_grad()
     def forget_dropped(self) -> None:
         """Forgets gradients that have been taken off their parameters since they were attached, as by `p.grad = None`.
 
@@ -186,6 +216,9 @@ class ParamAndGradBuffer:
 
     def _forget(self, group: ParamGroup, members: list[ManagedParam], slots: list[int]) -> None:
         """Drops the gradients of some of a group's parameters; its buffer too if that leaves none."""
+        if len(slots) < len(members):
+            chosen = set(slots)
+            slots = [i for i, param in enumerate(members) if i in chosen or self._is_dropped(param.sharded)]
         for param in (members[slot] for slot in slots):
             self._detach(param)
             self._attached[id(param.sharded)] = (None, group.main_grad.generation)
