@@ -216,6 +216,26 @@ def test_buffers_keep_what_was_changed_before_it_was_detached(ranks2: RankPool) 
         torch.testing.assert_close(changed, 4 * once)
 
 
+def job_clipped() -> tuple[float, float, float]:
+    """The norm of two backwards' gradients, as clipping says, and after it; each attached, or not yet."""
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float64)
+    model = fully_shard_model(
+        build(), flat_mesh(), "dp", mixed_precision_policy=policy, sync_model_each_microbatch=False
+    )
+    model(torch.ones(4, 6)).square().mean().backward()
+    once = model.clip_grad_norm_(float("inf"))
+    model(torch.ones(4, 6)).square().mean().backward()
+    twice = model.clip_grad_norm_(1e-3)
+    model.finish_grad_sync()
+    return once.item(), twice.item(), model.clip_grad_norm_(float("inf")).item()
+
+
+def test_clipping_sees_what_was_added_since_gradients_were_attached(ranks2: RankPool) -> None:
+    for once, twice, clipped in ranks2.run(job_clipped):
+        assert twice == pytest.approx(2 * once)
+        assert clipped == pytest.approx(1e-3, rel=1e-3)
+
+
 def add_other_model() -> None:
     one, two = (fully_shard_model(build(), flat_mesh(), "dp") for _ in range(2))
     optimizer = fully_shard_optimizer(sgd(one.parameters()))

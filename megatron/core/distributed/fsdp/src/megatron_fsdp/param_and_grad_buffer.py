@@ -121,13 +121,18 @@ class ParamAndGradBuffer:
         grad, generation = self._attached.get(id(sharded), (None, -1))
         return grad is not None and grad is self._grad(sharded) and generation == group.main_grad.generation
 
+    def _shows_final(self, group: ParamGroup, sharded: nn.Parameter) -> bool:
+        """The parameter has this gradient, or what somebody has put in its place; not an earlier one, or none."""
+        held, (grad, generation) = self._grad(sharded), self._attached.get(id(sharded), (None, -1))
+        return held is not None and (held is not grad or generation == group.main_grad.generation)
+
     @property
     def has_open_grads(self) -> bool:
         """Some gradient has been computed and is not attached yet."""
         self.forget_dropped()
         return any(unit.has_stray_grads() for unit in self._schedule.units) or any(
             group.main_grad.state is not GradState.EMPTY
-            and (group.main_grad.state is not GradState.FINAL or self._grad(param.sharded) is None)
+            and (group.main_grad.state is not GradState.FINAL or not self._shows_final(group, param.sharded))
             and not self._is_left_out(group, param.sharded)
             for group, param in self.trained()
         )
