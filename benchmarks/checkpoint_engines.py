@@ -191,7 +191,7 @@ ENGINES: dict[str, Make] = {"ours": Ours, "fsdp2": Fsdp2}
 
 
 def _model(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
-    model = fsdp_bench.build(argparse.Namespace(size=options.size, recompute=False), device, dtype)
+    model = fsdp_bench.build(argparse.Namespace(size=options.size, recompute=False, unit_layers=1), device, dtype)
     fsdp_bench.init_weights(model)
     return model
 
