@@ -48,10 +48,14 @@ class GradHandles:
             self._pointing.add(key)
         return self._made[key]
 
-    def let_go(self, params: Iterable[nn.Parameter]) -> None:
+    def let_go(self, params: Iterable[nn.Parameter], *, copies: bool = False) -> None:
         """Points at nothing, so that buffers can be freed. What somebody else holds keeps its memory and values.
 
         That may be the local tensor alone: without gradients being recorded `to_local()` gives it, and no alias.
+
+        Args:
+            params: sharded.
+            copies: the memory is about to be overwritten, so what is held gets memory of its own.
         """
         if not self._pointing:
             return
@@ -63,6 +67,8 @@ class GradHandles:
         for key, local in locals_made.items():
             if key in held:
                 del self._made[key]
+                if copies:
+                    local.set_(local.clone())
             elif local.numel():
                 local.set_()
         self._pointing -= keys

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_fsdp.grad_handles import GradHandles
 from megatron_fsdp.machine.allocator import StoragePool
-from megatron_fsdp.machine.torch_compat import foreach_copy_, local_tensor
+from megatron_fsdp.machine.torch_compat import foreach_copy_, in_backward, local_tensor
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.storage import register_late
 from megatron_fsdp.runtime.structure import check_frozenness
@@ -37,6 +37,10 @@ class ParamAndGradBuffer:
         schedule.before_gradients = weakref.WeakMethod(self.follow_grads)
         self._attached: dict[int, tuple[torch.Tensor | None, int]] = {}
         """What was attached last, and the generation it holds, by id of the sharded parameter."""
+        self._backwards = 0
+        """That have begun."""
+        self._left_out: dict[int, int] = {}
+        """Parameters, by id, whose gradient was dropped before it was final, and how many backwards there had been."""
         self._showing: set[int] = set()
         """Groups, by id, of which gradients may be attached or left out; the host passes over the others."""
 
@@ -79,6 +83,9 @@ class ParamAndGradBuffer:
                 self._check_grad(param)
                 if is_final and not is_first and self._has_had_final(group, param.sharded):
                     continue
+                if is_final and self._left_out.get(id(param.sharded)) == self._backwards:
+                    self._attach(group, param.sharded, None, span)
+                    continue
                 if is_final and shown is None:
                     shown = self._shown(group, members)
                 self._attach(group, param.sharded, shown, span)
@@ -112,10 +119,12 @@ class ParamAndGradBuffer:
         return generation == group.main_grad.generation and (grad is None or grad is self._grad(sharded))
 
     def _is_left_out(self, group: ParamGroup, sharded: nn.Parameter) -> bool:
-        """The gradient of this cycle was taken off the parameter again."""
+        """The gradient of this cycle was taken off the parameter again, and no backward has brought another."""
         grad, generation = self._attached.get(id(sharded), (None, -1))
-        is_known = grad is None and generation == group.main_grad.generation
-        return is_known and group.main_grad.state is GradState.FINAL
+        if grad is not None or generation != group.main_grad.generation:
+            return False
+        is_last = self._left_out.get(id(sharded)) == self._backwards
+        return group.main_grad.state is GradState.FINAL or is_last
 
     def _is_attached(self, group: ParamGroup, sharded: nn.Parameter) -> bool:
         grad, generation = self._attached.get(id(sharded), (None, -1))
@@ -171,6 +180,7 @@ class ParamAndGradBuffer:
     @torch.no_grad()
     def follow_grads(self) -> None:
         """Makes the buffers hold what has become of attached gradients, before others are added to them."""
+        self._backwards += in_backward()
         self.forget_dropped()
         for group, members in self._trained_groups():
             if id(group) in self._showing and group.main_grad.state is GradState.FINAL and self._has_copies(group):
@@ -190,12 +200,19 @@ class ParamAndGradBuffer:
         """
         members, spans, final = self._members[id(group)], group.main_grad.final_spans, group.main_grad.final.data
         views = [spans[slot].view(final) for slot in slots]
+        if not views:
+            return
         copies = [local_tensor(members[slot].sharded.grad) for slot in slots]
-        if slots and torch.promote_types(final.dtype, copies[0].dtype) is copies[0].dtype:
+        if self._copies_are_wider(group):
             foreach_copy_(views, copies)  # what was not changed comes back as it was
         else:
             for view, copy in zip(views, copies, strict=True):  # it would come back rounded
                 view.copy_(torch.where(copy != view.to(copy.dtype), copy.to(view.dtype), view))
+
+    def _copies_are_wider(self, group: ParamGroup) -> bool:
+        """They hold every value that the buffer can."""
+        buffer, sharded = group.main_grad.buffer.dtype, self._members[id(group)][0].sharded.dtype
+        return torch.promote_types(buffer, sharded) is sharded
 
     @torch.no_grad()
     def forget_dropped(self) -> None:
@@ -227,6 +244,8 @@ class ParamAndGradBuffer:
         for param in (members[slot] for slot in slots):
             self._detach(param)
             self._attached[id(param.sharded)] = (None, group.main_grad.generation)
+            if group.main_grad.state is GradState.ACCUMULATING:
+                self._left_out[id(param.sharded)] = self._backwards
             if hasattr(param.raw, "grad_added_to_main_grad"):
                 param.raw.grad_added_to_main_grad = False
         if len(slots) == len(members) or all(self._is_left_out(group, param.sharded) for param in members):
@@ -235,6 +254,7 @@ class ParamAndGradBuffer:
             group.main_grad.reset()
             self._showing.discard(id(group))
         else:
+            self._handles.let_go((members[slot].sharded for slot in slots), copies=True)
             group.main_grad.forget(slots)
             self._showing.add(id(group))
 
@@ -248,7 +268,8 @@ class ParamAndGradBuffer:
 
     def _detach(self, param: ManagedParam) -> None:
         param.sharded.grad = None
-        self._attached.pop(id(param.sharded), None)
+        if self._attached.get(id(param.sharded), (None, 0))[0] is not None:  # else it stays left out
+            del self._attached[id(param.sharded)]
         if self._use_decoupled_grad:
             param.sharded.decoupled_grad = None
 
@@ -259,16 +280,21 @@ class ParamAndGradBuffer:
         trained = list(self.trained())
         attached = [self._is_attached(group, param.sharded) for group, param in trained]
         left_out = [(group, param) for group, param in trained if self._is_left_out(group, param.sharded)]
-        for group in self.parameter_groups:
-            if group.main_grad is not None:
-                group.main_grad.scale(factor)
+        self.follow_grads()
+        spans = {}
+        for group, members in self._trained_groups():
+            group.main_grad.scale(factor)
+            spans |= {id(param): span for param, span in zip(members, group.main_grad.final_spans, strict=True)}
         for group, param in left_out:  # zeros in the buffer, with which an optimizer would decay weights
             self._attached[id(param.sharded)] = (None, group.main_grad.generation)
         for is_attached, (group, param) in zip(attached, trained, strict=True):
             grad = self._grad(param.sharded)
             if is_attached and not self._handles.is_one(grad, param.sharded):
                 # A copy in another dtype, which megatron-core may have summed over tensor-parallel ranks.
-                grad.to_local().mul_(factor)
+                if self._copies_are_wider(group):
+                    grad.to_local().mul_(factor)
+                else:  # as it will be told whether it was changed
+                    grad.to_local().copy_(spans[id(param)].view(group.main_grad.final.data))
                 self._attached[id(param.sharded)] = (grad, group.main_grad.generation)
         self.update_main_grads()
 
