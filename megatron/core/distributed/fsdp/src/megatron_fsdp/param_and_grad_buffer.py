@@ -277,10 +277,10 @@ class ParamAndGradBuffer:
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiplies every gradient, attached or still accumulating, by `factor`, with what was done to it since."""
         self._schedule.wait_for_reductions()
+        self.follow_grads()
         trained = list(self.trained())
         attached = [self._is_attached(group, param.sharded) for group, param in trained]
         left_out = [(group, param) for group, param in trained if self._is_left_out(group, param.sharded)]
-        self.follow_grads()
         spans = {}
         for group, members in self._trained_groups():
             group.main_grad.scale(factor)
