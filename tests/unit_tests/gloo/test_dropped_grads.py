@@ -65,6 +65,14 @@ def build() -> TinyMLP:
     return TinyMLP()
 
 
+def shard_blocks(accumulates: torch.dtype | None = None, **options: Any) -> Any:
+    """The model, sharded, with gradients that accumulate in this dtype. **Collective.**"""
+    policy = MixedPrecisionPolicy(main_grads_dtype=accumulates)
+    return fully_shard_model(
+        build(), flat_mesh(), "dp", fsdp_unit_modules=[MLPBlock], mixed_precision_policy=policy, **options
+    )
+
+
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5)
 
 
@@ -104,17 +112,8 @@ def job_change(strategy: int, accumulates: torch.dtype, syncs: bool) -> tuple[li
     """Gradients of three backwards, changed in place after the second, in which some elements stay as they are."""
     gradients = []
     for is_sharded in (False, True):
-        model = build()
-        if is_sharded:
-            model = fully_shard_model(
-                model,
-                flat_mesh(),
-                "dp",
-                fsdp_unit_modules=[MLPBlock],
-                zero_dp_strategy=strategy,
-                sync_model_each_microbatch=syncs,
-                mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=accumulates),
-            )
+        options = {"zero_dp_strategy": strategy, "sync_model_each_microbatch": syncs}
+        model = shard_blocks(accumulates, **options) if is_sharded else build()
         for number in range(3):
             x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
             model(x).square().mean().backward()
@@ -140,16 +139,8 @@ def job_two_optimizers(strategy: int, syncs: bool) -> None:
     """Each optimizer steps and drops its gradients before the other steps; in one step the first drops them unused."""
     results = []
     for is_sharded in (False, True):
-        model = build()
-        if is_sharded:
-            model = fully_shard_model(
-                model,
-                flat_mesh(),
-                "dp",
-                fsdp_unit_modules=[MLPBlock],
-                zero_dp_strategy=strategy,
-                sync_model_each_microbatch=syncs,
-            )
+        options = {"zero_dp_strategy": strategy, "sync_model_each_microbatch": syncs}
+        model = shard_blocks(**options) if is_sharded else build()
         params = list(model.parameters())
         optimizers = [sgd(params[:3]), sgd(params[3:])]
         if is_sharded:
@@ -179,7 +170,7 @@ def test_two_optimizers_of_one_model_leave_each_other_alone(ranks2: RankPool, st
 
 def job_partly_dropped() -> list[int]:
     """Elements that gradient buffers keep once the user has dropped some gradients, and an optimizer the others."""
-    model = fully_shard_model(build(), flat_mesh(), "dp", fsdp_unit_modules=[MLPBlock])
+    model = shard_blocks()
     params = list(model.parameters())
     optimizer = fully_shard_optimizer(sgd(params[1:]))
     model(torch.ones(4, 6)).square().mean().backward()
@@ -195,8 +186,7 @@ def test_nothing_is_kept_when_all_was_dropped_in_two_ways(ranks2: RankPool) -> N
 
 def job_detached() -> tuple[torch.Tensor, torch.Tensor]:
     """A gradient that was tripled in place, detached and added to; and the gradient of one backward."""
-    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float64)
-    model = fully_shard_model(build(), flat_mesh(), "dp", fsdp_unit_modules=[MLPBlock], mixed_precision_policy=policy)
+    model = shard_blocks(torch.float64)
     optimizer = fully_shard_optimizer(sgd(model.parameters()))
     found = []
     for is_changed in (True, False):
@@ -218,10 +208,7 @@ def test_buffers_keep_what_was_changed_before_it_was_detached(ranks2: RankPool) 
 
 def job_clipped() -> tuple[float, float, float]:
     """The norm of two backwards' gradients, as clipping says, and after it; each attached, or not yet."""
-    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float64)
-    model = fully_shard_model(
-        build(), flat_mesh(), "dp", mixed_precision_policy=policy, sync_model_each_microbatch=False
-    )
+    model = shard_blocks(torch.float64, sync_model_each_microbatch=False)
     model(torch.ones(4, 6)).square().mean().backward()
     once = model.clip_grad_norm_(float("inf"))
     model(torch.ones(4, 6)).square().mean().backward()
