@@ -6,6 +6,7 @@ Prints one JSON line on rank 0: step time (median, ms), time in which the host i
 host time as on 8 GPUs, and a step without communication; its losses mean nothing.
 Weights, data and optimizer are seeded alike, so the losses of two engines are comparable.
 """
+
 import argparse, contextlib, json, math, os, statistics, time
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 
@@ -144,6 +145,7 @@ def make_engine(args, device):
         return model, opt, plain
     if args.engine == "fsdp2":
         from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+
         mp = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=comm)
         model = build(args, device, torch.float32)
         init_weights(model)
@@ -161,48 +163,76 @@ def make_engine(args, device):
             model.set_requires_gradient_sync(True)
             model.set_is_last_backward(last)
             yield
+
         return model, adam(model.parameters()), micro
     if args.engine == "mfsdp":
         from megatron_fsdp import fully_shard_model, fully_shard_optimizer, MixedPrecisionPolicy
+
         model = build(args, device, torch.bfloat16)
         init_weights(model)
         layer = Stack if args.unit_layers > 1 else Block
         units = [layer, nn.Embedding] if args.units == "all" else [layer]
         mesh = dist.device_mesh.init_device_mesh("cuda", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
         model = fully_shard_model(
-            model, device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp", fsdp_unit_modules=units, zero_dp_strategy=args.strategy,
+            model,
+            device_mesh=mesh,
+            dp_shard_dim="dp",
+            tp_dim="tp",
+            fsdp_unit_modules=units,
+            zero_dp_strategy=args.strategy,
             mixed_precision_policy=MixedPrecisionPolicy(
-                main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=comm),
-            nccl_ub=args.nccl_ub, fsdp_double_buffer=args.double_buffer, sync_model_each_microbatch=True)
+                main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=comm
+            ),
+            nccl_ub=args.nccl_ub,
+            fsdp_double_buffer=args.double_buffer,
+            sync_model_each_microbatch=True,
+        )
         opt = fully_shard_optimizer(adam(model.parameters()))
         torch.cuda.empty_cache()
         return model, opt, plain
     if args.engine == "ours":
         from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+
         model = build(args, device, torch.bfloat16)
         init_weights(model)
         layer = Stack if args.unit_layers > 1 else Block
         units = [layer, nn.Embedding] if args.units == "all" else [layer]
         hybrid = {}
-        if args.outer:  # half of the ranks shard, the other half repeats (no_shard) or shares the optimizer's state (optim)
+        if (
+            args.outer
+        ):  # half of the ranks shard, the other half repeats (no_shard) or shares the optimizer's state (optim)
             names = ("outer", "dp")
             mesh = dist.device_mesh.init_device_mesh("cuda", (2, dist.get_world_size() // 2), mesh_dim_names=names)
-            hybrid = dict(device_mesh=mesh, dp_shard_dim="dp", dp_outer_dim="outer", outer_dp_sharding_strategy=args.outer,
-                          hybrid_fsdp_group=mesh[names]._flatten("all").get_group())
+            hybrid = dict(
+                device_mesh=mesh,
+                dp_shard_dim="dp",
+                dp_outer_dim="outer",
+                outer_dp_sharding_strategy=args.outer,
+                hybrid_fsdp_group=mesh[names]._flatten("all").get_group(),
+            )
         model = fully_shard_model(
-            model, fsdp_unit_modules=units, zero_dp_strategy=args.strategy, **hybrid,
+            model,
+            fsdp_unit_modules=units,
+            zero_dp_strategy=args.strategy,
+            **hybrid,
             mixed_precision_policy=MixedPrecisionPolicy(
-                main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=comm),
-            nccl_ub=args.nccl_ub, fsdp_double_buffer=args.double_buffer,
-            overlap_grad_reduce=not args.plain, overlap_param_gather=not args.plain,
+                main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=comm
+            ),
+            nccl_ub=args.nccl_ub,
+            fsdp_double_buffer=args.double_buffer,
+            overlap_grad_reduce=not args.plain,
+            overlap_param_gather=not args.plain,
             residency_bytes=args.residency if args.residency == "auto" else int(float(args.residency)),
             copy_engine_gather=args.copy_engine,
-            fsdp_db_use_persist_buf_on_alloc_fail=args.persist, sync_model_each_microbatch=args.accum == 1)
+            fsdp_db_use_persist_buf_on_alloc_fail=args.persist,
+            sync_model_each_microbatch=args.accum == 1,
+        )
 
         @contextlib.contextmanager
         def micro_ours(last):
             model.is_last_microbatch = last
             yield
+
         if args.exact_init:  # main weights from the unrounded values that FSDP2 starts from, not from the bf16 model
             full = build(args, device, torch.float32)
             init_weights(full)
@@ -229,27 +259,38 @@ def parser():
     ap.add_argument("--nccl-ub", action="store_true")
     ap.add_argument("--double-buffer", action="store_true")
     ap.add_argument("--persist", action="store_true", help="ours: what fits no double buffer keeps a buffer of its own")
-    ap.add_argument("--outer", default="", choices=["", "no_shard", "optim"], help="ours: on a mesh of 2 x N/2, the outer axis so")
+    ap.add_argument(
+        "--outer", default="", choices=["", "no_shard", "optim"], help="ours: on a mesh of 2 x N/2, the outer axis so"
+    )
     ap.add_argument("--plain", action="store_true", help="ours: nothing runs beside anything else")
     ap.add_argument("--copy-engine", action="store_true", help="ours: gather by copies out of the other GPUs' memory")
-    ap.add_argument("--residency", default="0", help="ours: bytes of weights that stay gathered through a step, or auto")
+    ap.add_argument(
+        "--residency", default="0", help="ours: bytes of weights that stay gathered through a step, or auto"
+    )
     ap.add_argument("--steps", type=int, default=12)
     ap.add_argument("--warmup", type=int, default=4)
     ap.add_argument("--trace", default="")
-    ap.add_argument("--pretend-ranks", type=int, default=0, help="be the first of so many ranks, whose collectives do nothing")
-    ap.add_argument("--exact-init", action="store_true", help="ours: start from the same fp32 weights as fsdp2, to compare losses")
+    ap.add_argument(
+        "--pretend-ranks", type=int, default=0, help="be the first of so many ranks, whose collectives do nothing"
+    )
+    ap.add_argument(
+        "--exact-init", action="store_true", help="ours: start from the same fp32 weights as fsdp2, to compare losses"
+    )
     return ap
 
 
 def main():
     args = parser().parse_args()
     if args.steps <= args.warmup or min(args.mbs, args.seq, args.accum, args.unit_layers) < 1:
-        raise SystemExit(f"error: --steps {args.steps} should be above --warmup {args.warmup}; --mbs, --seq, --accum, --unit-layers at least 1")
+        raise SystemExit(
+            f"error: --steps {args.steps} should be above --warmup {args.warmup}; --mbs, --seq, --accum, --unit-layers at least 1"
+        )
     rank, local = (0, 0) if args.pretend_ranks else (int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(local)
     device = torch.device("cuda", local)
     if args.pretend_ranks:
         from torch.testing._internal.distributed.fake_pg import FakeStore
+
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.pretend_ranks)
     else:
         dist.init_process_group("nccl", device_id=device)
@@ -265,8 +306,10 @@ def main():
     prof = None
     for step in range(args.steps):
         if args.trace and step == args.steps - 2:
-            prof = torch.profiler.profile(); prof.__enter__()
-        torch.cuda.synchronize(); dist.barrier()
+            prof = torch.profiler.profile()
+            prof.__enter__()
+        torch.cuda.synchronize()
+        dist.barrier()
         a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         a.record()
         issue_s = time.perf_counter()
@@ -285,28 +328,58 @@ def main():
         if step >= args.warmup:
             times.append(a.elapsed_time(b))
             host_times.append(issue_s * 1e3)
-        dist.all_reduce(total); losses.append(round(total.item() / dist.get_world_size(), 5))
+        dist.all_reduce(total)
+        losses.append(round(total.item() / dist.get_world_size(), 5))
     if prof is not None:
         prof.__exit__(None, None, None)
         if rank == 0:
             prof.export_chrome_trace(args.trace)
     med = torch.tensor(statistics.median(times), device=device)
     dist.all_reduce(med, op=dist.ReduceOp.MAX)
-    stats = torch.tensor([torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30], device=device)
+    stats = torch.tensor(
+        [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30], device=device
+    )
     dist.all_reduce(stats, op=dist.ReduceOp.MAX)
     if rank == 0:
         h, f, layers, n, kv, _ = SIZES[args.size]
         tok = args.mbs * args.seq * args.accum
         flops = (6 * nparams + 6 * layers * h * args.seq) * tok  # dense + causal attention (12*L*h*s/2)
         s = med.item() / 1e3
-        print("RESULT " + json.dumps(dict(
-            engine=args.engine, size=args.size, gpus=dist.get_world_size(), seq=args.seq, mbs=args.mbs, accum=args.accum,
-            strategy=args.strategy, comm=args.grad_comm, units=args.units, unit_layers=args.unit_layers, ub=args.nccl_ub, db=args.double_buffer, residency=args.residency, copies=args.copy_engine, rc=args.recompute,
-            pretended=bool(args.pretend_ranks),
-            step_ms=round(med.item(), 1), min_ms=round(min(times), 1), max_ms=round(max(times), 1),
-            host_ms=round(statistics.median(host_times), 1), tok_s_gpu=round(tok / s),
-            mfu=round(flops / s / PEAK_BF16, 4), alloc_gib=round(stats[0].item(), 2), reserved_gib=round(stats[1].item(), 2),
-            init_s=round(init_s, 1), params_b=round(nparams / 1e9, 3), loss=[losses[0], losses[len(losses)//2], losses[-1]])), flush=True)
+        print(
+            "RESULT "
+            + json.dumps(
+                dict(
+                    engine=args.engine,
+                    size=args.size,
+                    gpus=dist.get_world_size(),
+                    seq=args.seq,
+                    mbs=args.mbs,
+                    accum=args.accum,
+                    strategy=args.strategy,
+                    comm=args.grad_comm,
+                    units=args.units,
+                    unit_layers=args.unit_layers,
+                    ub=args.nccl_ub,
+                    db=args.double_buffer,
+                    residency=args.residency,
+                    copies=args.copy_engine,
+                    rc=args.recompute,
+                    pretended=bool(args.pretend_ranks),
+                    step_ms=round(med.item(), 1),
+                    min_ms=round(min(times), 1),
+                    max_ms=round(max(times), 1),
+                    host_ms=round(statistics.median(host_times), 1),
+                    tok_s_gpu=round(tok / s),
+                    mfu=round(flops / s / PEAK_BF16, 4),
+                    alloc_gib=round(stats[0].item(), 2),
+                    reserved_gib=round(stats[1].item(), 2),
+                    init_s=round(init_s, 1),
+                    params_b=round(nparams / 1e9, 3),
+                    loss=[losses[0], losses[len(losses) // 2], losses[-1]],
+                )
+            ),
+            flush=True,
+        )
     dist.destroy_process_group()
 
 

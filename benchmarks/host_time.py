@@ -42,12 +42,12 @@ OPTIMIZERS = {
 }
 PARTS = {
     "hooks": (hooks._UnitHooks, ("pre_forward", "post_forward", "pre_backward")),
-    "schedule": (Schedule, ("pre_forward", "post_forward", "pre_backward", "finish_backward")),
-    "gathers": (Gatherer, ("gather", "refresh", "release")),
-    "event waits": (Gatherer, ("_wait_for",)),
-    "reductions": (Reducer, ("reduce", "wait")),
+    "schedule": (Schedule, ("enter", "returned", "exit", "gradient_arrived", "finish_backward")),
+    "gathers": (Gatherer, ("gather", "refresh", "reshard")),
+    "event waits": (Gatherer, ("wait_for",)),
+    "reductions": (Reducer, ("reduce", "finalize", "drain", "wait")),
     "view swaps": (Unit, ("show_raw", "show_sharded")),
-    "checks": (Unit, ("note_weights", "check_weights", "lends", "awaits_grads")),
+    "checks": (Unit, ("note_weights", "check_weights", "lends")),
 }
 """What --parts counts: name -> (class, methods)."""
 

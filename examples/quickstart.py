@@ -97,9 +97,23 @@ def train_command(options: argparse.Namespace, data: Path) -> list[str]:
         --split 95,5,0 --num-workers 1 --log-interval 10 --eval-interval {options.iters} --eval-iters 4 --save-interval {options.iters}
         --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor
     """.split()
-    places = ["--data-path", str(data), "--save", str(options.out / "checkpoints"), "--load", str(options.out / "checkpoints")]
+    places = [
+        "--data-path",
+        str(data),
+        "--save",
+        str(options.out / "checkpoints"),
+        "--load",
+        str(options.out / "checkpoints"),
+    ]
     places += ["--tensorboard-dir", str(options.out / "tensorboard")]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.processes)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(options.processes),
+    ]
     return [*launcher, "pretrain_gpt.py", *flags, *places]
 
 
@@ -116,7 +130,12 @@ def draw(curve: Curve, entropy: float, resumed_at: int, path: Path) -> None:
         axes.plot(*zip(*sorted(curve.valid.items())), "o", label="validation")
     axes.axhline(entropy, color="gray", linestyle="--", label=f"unigram entropy {entropy:.2f}")
     axes.axvline(resumed_at, color="gray", linestyle=":", label="saved and resumed")
-    axes.set(xlabel="iteration", ylabel="loss (nats per byte)", title="GPT on the Python standard library, ZeRO-3", ylim=(0, None))
+    axes.set(
+        xlabel="iteration",
+        ylabel="loss (nats per byte)",
+        title="GPT on the Python standard library, ZeRO-3",
+        ylim=(0, None),
+    )
     axes.legend()
     figure.savefig(path, dpi=120)
 
@@ -127,7 +146,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     import torch
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "quickstart_out", help="folder for everything that is written")
+    parser.add_argument(
+        "--out", type=Path, default=REPOSITORY / "quickstart_out", help="folder for everything that is written"
+    )
     parser.add_argument("--processes", type=int, default=2, help="data-parallel processes")
     parser.add_argument("--iters", type=int, default=300, help="iterations before the checkpoint")
     parser.add_argument("--resume-iters", type=int, default=30, help="iterations after it")
@@ -147,7 +168,9 @@ def main(argv: list[str] | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     files = corpus_files(int(options.corpus_mb * 1e6))
     entropy = unigram_entropy(files)
-    print(f"corpus: {len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB, {entropy:.3f} nats per byte")
+    print(
+        f"corpus: {len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB, {entropy:.3f} nats per byte"
+    )
     corpus = options.out / "corpus"
     corpus.mkdir(exist_ok=True)
     for number, path in enumerate(files):
@@ -164,7 +187,9 @@ def main(argv: list[str] | None = None) -> None:
     run(train_command(options, data), curve)
     draw(curve, entropy, options.iters, options.out / "loss.png")
     last = curve.train[max(curve.train)]
-    print(f"\nloss {last:.3f} nats per byte after {max(curve.train)} iterations; unigram entropy {entropy:.3f}; curve in {options.out / 'loss.png'}")
+    print(
+        f"\nloss {last:.3f} nats per byte after {max(curve.train)} iterations; unigram entropy {entropy:.3f}; curve in {options.out / 'loss.png'}"
+    )
     if not last < FAR_BELOW * entropy:
         raise SystemExit(f"the loss should be below {FAR_BELOW} x {entropy:.3f}")
 

@@ -5,11 +5,11 @@ import os
 import pytest
 
 from tests.unit_tests.harness import fuzz_runs
-from tests.unit_tests.harness.fuzz_found import FOUND
+from tests.unit_tests.harness.fuzz_found import FOUND, REFUSED
 from tests.unit_tests.harness.fuzz_programs import random_program
 from tests.unit_tests.harness.fuzz_runs import check_program, described
 from tests.unit_tests.harness.fuzzer import shrunk
-from tests.unit_tests.harness.rank_pool import RankPool
+from tests.unit_tests.harness.rank_pool import RankError, RankPool
 
 #: Another number tries other models.
 BASE = int(os.environ.get("MEGATRON_FSDP_FUZZ_SEED", "0"))
@@ -27,6 +27,12 @@ def test_random_programs_train_like_one_process(rank_pools: dict[int, RankPool],
 @pytest.mark.parametrize("name", FOUND)
 def test_a_program_that_was_found_to_fail_trains_like_one_process(ranks2: RankPool, name: str) -> None:
     check_program(ranks2, FOUND[name])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_another_order_where_ranks_differ_is_refused(ranks2: RankPool, name: str) -> None:
+    with pytest.raises(RankError, match="is not in its program from there on"):
+        ranks2.run(fuzz_runs.run_program, REFUSED[name], timeout_s=15)
 
 
 def test_a_seed_is_always_the_same_program() -> None:

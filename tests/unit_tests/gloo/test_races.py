@@ -100,8 +100,8 @@ def _without(path: str, name: str, replacement: Callable) -> Callable:
     return patched
 
 
-def _make_room_at_once(reducer: Any, group: Any) -> None:
-    reducer._in_flight.clear()
+def _drain_at_once(reducer: Any, unit: Any) -> None:
+    reducer._in_flight.pop(unit, None)
 
 
 @contextlib.contextmanager
@@ -130,9 +130,9 @@ def _nothing(*_: Any) -> None: ...
 SABOTAGE: dict[str, Callable] = {
     "none": contextlib.nullcontext,
     "gathers do not wait for an install": _without("runtime.gatherer.Gatherer", "follow", _nothing),
-    "compute does not wait for gathers": _without("runtime.gatherer.Gatherer", "_wait_for", _nothing),
-    "weights are freed while they are read": _without("runtime.gatherer.Gatherer", "release", _release_at_once),
-    "staged gradients are freed at once": _without("runtime.reducer.Reducer", "_make_room", _make_room_at_once),
+    "compute does not wait for gathers": _without("runtime.gatherer.Gatherer", "wait_for", _nothing),
+    "weights are freed while they are read": _without("runtime.gatherer.Gatherer", "reshard", _release_at_once),
+    "staged gradients are freed at once": _without("runtime.reducer.Reducer", "drain", _drain_at_once),
     "the step does not wait for reductions": _without("runtime.reducer.Reducer", "_wait", _nothing),
     "the outer axis does not wait": _without("runtime.reducer.Reducer", "_along_outer", _along_outer_at_once),
     "copies on the wire are dropped": _without("runtime.reducer.Reducer", "_keep_while_crossing", _nothing),

@@ -6,8 +6,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megatron_fsdp.runtime import residency
-from megatron_fsdp.runtime.residency import Residency, keep_resident
+from megatron_fsdp.runtime import programs
 from megatron_fsdp.state.param_group import ParamGroup
 from tests.unit_tests.harness.parity import TASKS, Case, check, joint_step
 from tests.unit_tests.harness.rank_pool import RankPool
@@ -15,7 +14,7 @@ from tests.unit_tests.harness.sharded import Sharding, build_sharded, train_step
 
 EVERYTHING = 1 << 30
 #: Ranks run different units.
-RANK_DEPENDENT = ("wandering", "lending_skipped", "skipping_reentrant", "choosy")
+RANK_DEPENDENT = ("lending_skipped", "skipping_reentrant", "choosy")
 
 
 def case(task: str, budget: int, microbatches: int = 2, **sharding: object) -> Case:
@@ -89,7 +88,7 @@ def test_a_budget_that_cannot_be_is_refused(ranks2: RankPool) -> None:
 
 def job_warned(*cases: tuple[int, int]) -> list[list[str]]:
     """What is warned of with each budget under its strategy."""
-    with mock.patch.object(residency.logger, "warning") as warning:
+    with mock.patch.object(programs.logger, "warning") as warning:
         told = []
         for budget, strategy in cases:
             wanted = case("integers", budget, strategy=strategy)
@@ -113,7 +112,7 @@ def job_differing() -> list[bool]:
     kept = []
     for each in (wanted, small):
         model, _ = build_sharded(TASKS["integers"].build, each.recipe, each.sharding)
-        kept.append(any(unit.is_resident for unit in model._schedule.units))
+        kept.append(bool(model.schedule.resident))
     return kept
 
 
@@ -122,32 +121,21 @@ def test_the_least_budget_of_all_ranks_counts(ranks2: RankPool) -> None:
     assert ranks2.run(job_differing) == [[True, False]] * 2
 
 
-@dataclasses.dataclass(eq=False)
-class Sized:
-    """As much of a unit as residency reads."""
-
-    gathered_nbytes: int
-    is_resident: bool = False
-
-
-def test_the_last_units_that_fit_stay() -> None:
-    units = [Sized(nbytes) for nbytes in (10, 30, 0, 20, 50)]
-    assert keep_resident(units, 40) == 30
-    assert [unit.is_resident for unit in units] == [True, False, False, True, False]
-
-
-class Ranks:
-    """Stands for all ranks, of which another one has less memory."""
-
-    units = [Sized(10) for _ in range(4)]
-
-    def highest(self, numbers: list[int]) -> list[int]:
-        return [max(numbers[0], -25)]
+def job_auto(free_nbytes: int) -> list[list[str]]:
+    """Units that stay after each of three steps, with a budget found once; the first rank has less memory."""
+    wanted = case("integers", 0)
+    model, optimizer = build_sharded(TASKS["integers"].build, wanted.recipe, wanted.sharding)
+    model.schedule._decides_residency = True  # as on CUDA with "auto"
+    kept = []
+    for number, microbatches in enumerate(wanted.batches(dist.get_world_size()) * 2):
+        free = mock.Mock(return_value=free_nbytes * (1 + dist.get_rank()) * (1 + number))
+        with mock.patch.object(type(model.schedule.device), "free_nbytes", free):
+            train_step(model, optimizer, wanted.recipe, microbatches)
+        kept.append([unit.label for unit in model.schedule.resident])
+    return kept
 
 
-def test_what_the_first_step_leaves_free_is_agreed_on_and_decided_once() -> None:
-    device = mock.Mock(is_cuda=True, free_nbytes=mock.Mock(side_effect=[1000]))
-    found = Residency(Ranks(), device, None)
-    found.decide()
-    found.decide()
-    assert [unit.is_resident for unit in Ranks.units] == [False, False, True, True]
+def test_what_the_first_step_leaves_free_is_agreed_on_and_decided_once(ranks2: RankPool) -> None:
+    (_, _, largest), _ = ranks2.run(job_gathers, 0, 1)
+    for kept in ranks2.run(job_auto, int(2.5 * largest)):
+        assert kept == [["blocks.1", "blocks.2"]] * len(kept)

@@ -1,11 +1,13 @@
 """When units gather and reduce: odd control flow, rank-dependent control flow, exceptions and order."""
 
+import collections
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp.state.main_grad import MainGrad
 from megatron_fsdp.state.param_group import ParamGroup
 from tests.unit_tests.harness.communication import collectives_heard
 from tests.unit_tests.harness.models import MLPBlock
@@ -19,14 +21,15 @@ RANK_DEPENDENT = [
     "skipping",
     "skipping_reentrant",
     "skipping_non_reentrant",
-    "wandering",
     "choosy",
     "handing_through",
     "lending_skipped",
 ]
 
 
-@pytest.mark.parametrize("task", [t for t in BUILDERS if t not in RANK_DEPENDENT and "reentrant" not in t])
+@pytest.mark.parametrize(
+    "task", [t for t in BUILDERS if t not in (*RANK_DEPENDENT, "wandering") and "reentrant" not in t]
+)
 def test_unusual_control_flow_trains_like_one_process(ranks2: RankPool, task: str) -> None:
     units = (TASKS[task].unit, MLPBlock, Table)
     check(
@@ -61,29 +64,27 @@ def test_a_module_does_not_outlive_its_sharded_model_unnoticed(ranks2: RankPool)
     ranks2.run_expecting(RuntimeError, "sharded this module is gone; keep a reference", job_orphan)
 
 
-def job_warnings(cases: list[tuple[str, int]]) -> list[list[str]]:
-    """Warnings of the schedule in two steps of each task, with a backward for so many forwards."""
-    return [_warnings(*case) for case in cases]
+def job_reductions(cases: list[tuple[str, int]]) -> list[set[int]]:
+    """How often units are reduced in a second step of each task, with one backward for so many forwards."""
+    return [set(_reductions(*case).values()) for case in cases]
 
 
-def _warnings(task: str, forwards: int) -> list[str]:
+def _reductions(task: str, forwards: int) -> collections.Counter:
     case = Case(task=task, microbatches=2, sharding=Sharding(units=(TASKS[task].unit,)))
-    seen: list[str] = []
-    with mock.patch("megatron_fsdp.runtime.schedule.logger.warning", seen.append):
-        model, optimizer = build_sharded(TASKS[task].build, case.recipe, case.sharding)
-        for microbatches in case.batches(dist.get_world_size()):
-            joint_step(model, optimizer, case, microbatches, forwards)
-    return seen
+    model, optimizer = build_sharded(TASKS[task].build, case.recipe, case.sharding)
+    batches, real = case.batches(dist.get_world_size()), MainGrad.collect
+    joint_step(model, optimizer, case, batches[0], forwards)
+    with mock.patch.object(MainGrad, "collect", autospec=True, side_effect=real) as spy:
+        joint_step(model, optimizer, case, batches[1], forwards)
+    return collections.Counter(id(call.args[0]) for call in spy.call_args_list)
 
 
-def test_only_gradients_in_several_parts_make_reductions_wait(ranks2: RankPool) -> None:
-    in_parts = ["integers_reentrant", "span_reentrant", "twice_reentrant"]
-    for first in ranks2.run(job_warnings, [(task, 2) for task in in_parts]):
-        assert all(len(seen) == 1 and "came in several parts" in seen[0] for seen in first), first
-    at_once = [*in_parts, "shuffled", "reversed", "alternating", "twice", "branches", "sandwich", "span_non_reentrant"]
-    at_once = [(task, 1) for task in at_once] + [(task, 2) for task in at_once if task not in in_parts]
-    for seen in ranks2.run(job_warnings, at_once):
-        assert seen == [[]] * len(at_once)
+def test_a_unit_is_reduced_once_in_a_backward_however_its_gradients_come(ranks2: RankPool) -> None:
+    tasks = ["integers_reentrant", "span_reentrant", "twice_reentrant", "span_non_reentrant", "twice", "branches"]
+    for seen in ranks2.run(job_reductions, [(task, 2) for task in tasks]):
+        assert seen == [{1}] * len(tasks)
+    for seen in ranks2.run(job_reductions, [(task, 1) for task in tasks]):
+        assert seen == [{2}] * len(tasks)  # a backward for each of two forwards
 
 
 def job_gathers(task: str) -> list[list[str]]:
@@ -153,7 +154,7 @@ def test_a_forward_waits_for_its_backward_with_weights_that_only_some_ranks_were
 
 def job_shared(task: str) -> None:
     """One backward for two forwards, in which ranks run different units."""
-    _warnings(task, 2)
+    _reductions(task, 2)
 
 
 @pytest.mark.parametrize("task", ["skipping", "lending_skipped"])

@@ -179,9 +179,10 @@ def job_capped() -> tuple[int, int, int]:
             SixBlocks(), FSDPDistributedIndex(flat_mesh(), "dp"), config, fsdp_unit_modules=[nn.Linear]
         )
     counts = CountingPool.latest
-    counts.most_gathered = 0
-    model(torch.ones(2, 16)).sum().backward()
-    model.finish_grad_sync()
+    for _ in range(2):  # the first step is recorded, and prefetches nothing
+        counts.most_gathered = 0
+        model(torch.ones(2, 16)).sum().backward()
+        model.finish_grad_sync()
     return counts.most_gathered, counts.most_scratches, pool_of(model).overflows
 
 
@@ -221,7 +222,7 @@ def job_crossed() -> tuple[list[int], list[float]]:
 
 def test_slots_follow_the_order_in_which_units_run(ranks2: RankPool) -> None:
     for overflows, losses in ranks2.run(job_crossed):
-        assert 0 < overflows[0] == overflows[1] == overflows[2]
+        assert overflows == [0, 0, 0]
         assert losses[2] < losses[1] < losses[0]
 
 

@@ -12,7 +12,7 @@ SURFACE_LAYER = 4
 LAYER_OF_FOLDER = {"plan": 0, "machine": 1, "state": 2, "runtime": 3, "mcore": 5}
 LAYER_OF_FILE = {"config.py": 0, "package_info.py": 0}
 STRATEGIES = {"no_shard", "optim", "optim_grads", "optim_grads_params"}
-MAX_LINES = 400
+MAX_LINES = 800
 
 #: Module -> where it may be imported from or named; a place is a file, or a folder ending in "/".
 ONLY_IN = {

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp.plan.strategy import REPLICATED
-from megatron_fsdp.runtime.moment import check_idle, settle
+from megatron_fsdp.runtime.moment import check_idle
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import ManagedParam
 from megatron_fsdp.state.flat_buffer import FlatBuffer
@@ -33,7 +33,7 @@ class _Shown(NamedTuple):
 def full_params(schedule: Schedule, *, writeback: bool) -> Iterator[None]:
     """See `MegatronFSDP.full_params`. **Collective**."""
     check_idle(schedule, "full_params()")
-    settle(schedule)
+    schedule.settle()
     shown: list[_Shown] = []
     schedule.taken_by = "full_params()"
     try:

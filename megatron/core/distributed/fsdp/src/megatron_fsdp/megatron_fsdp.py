@@ -161,6 +161,11 @@ class MegatronFSDP(nn.Module):
         if dist.get_rank() == 0:
             logger.info("%s", build_summary(schedule, config, request.pool))
 
+    @property
+    def schedule(self) -> Schedule:
+        """When units communicate: `print(model.schedule)` shows the recorded programs and the memory that they need."""
+        return self._schedule
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward. **Collective**; which of its units a rank runs is that rank's own business."""
         return self.module(*args, **kwargs)

@@ -44,17 +44,17 @@ def build_summary(schedule: Schedule, config: EngineConfig, pool: StoragePool) -
         f"zero_grad, at most {weights / _MIB:.1f} MiB of gathered weights "
         f"and {grads / _MIB:.1f} MiB of gradients on their way "
         f"(recomputation over k units keeps k of them gathered)."
-        f"{_resident(units, config)}{_slots(schedule, pool)}{_offered(groups)}"
+        f"{_resident(schedule, config)}{_slots(schedule, pool)}{_offered(groups)}"
     )
     columns = ("unit", "groups", "parameters", "padding", "MiB persistent", "MiB gathered", "tags")
     return "\n".join([head, _line(columns), *(_line(row) for row in _folded(rows))])
 
 
-def _resident(units: list[Unit], config: EngineConfig) -> str:
+def _resident(schedule: Schedule, config: EngineConfig) -> str:
     """What stays gathered through a step."""
     if config.residency_nbytes is None:
         return " What the first step leaves free will keep units gathered through a step."
-    resident = [unit for unit in units if unit.is_resident]
+    resident = schedule.resident
     if not resident:
         return ""
     nbytes = sum(unit.gathered_nbytes for unit in resident)

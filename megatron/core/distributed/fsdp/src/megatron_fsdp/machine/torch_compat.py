@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,19 +27,6 @@ def in_backward() -> bool:
 def graph_task() -> int:
     """The graph task that runs now; another one inside it has another number."""
     return torch._C._current_graph_task_id()
-
-
-def node_number() -> int:
-    """The sequence number of the node that the current graph task executes (torch 2.1 to 2.13).
-
-    Nodes made in one thread have ascending numbers, and a graph task executes the ready one with the highest first.
-    """
-    return torch._C._current_autograd_node()._sequence_nr()
-
-
-def next_sequence_number() -> int:
-    """The sequence number of the next node that this thread makes (torch 1.11 to 2.13)."""
-    return torch.autograd._get_sequence_nr()
 
 
 def awaits_gradient(leaf: torch.Tensor) -> bool:
@@ -78,39 +64,6 @@ def is_transformed() -> bool:
         return True
     modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
     return torch.autograd.forward_ad._current_level >= 0 or any(type(mode) is not DeviceContext for mode in modes)
-
-
-def saving_checkpoint() -> int | None:
-    """Names the outermost checkpoint without reentrance around what runs now; None if there is none.
-
-    It has put hooks on what autograd saves. torch shows the innermost ones only, so those above are lifted
-    (`_checkpoint_hook`, `_*_saved_tensors_default_hooks`: torch 2.5 to 2.13).
-    """
-    autograd, lifted = torch._C._autograd, []
-    while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:
-        lifted.append(hooks)
-        autograd._pop_saved_tensors_default_hooks()
-    for pack, unpack in reversed(lifted):
-        autograd._push_saved_tensors_default_hooks(pack, unpack)
-    names = {id(unpack): getattr(unpack, "__qualname__", "") for _, unpack in reversed(lifted)}
-    return next((hook for hook, name in names.items() if name.startswith("_checkpoint_hook.")), None)
-
-
-def hiding_function() -> int | None:
-    """The number of the node whose function's forward runs, as a reentrant checkpoint's; None if there is none.
-
-    Of several inside each other the outermost one's, which its forward has as `ctx`. Forward-mode derivatives are off
-    there, other than under `no_grad` (`_is_fwd_grad_enabled`: torch 2.0 to 2.13).
-    """
-    if torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
-        return None
-    number, frame = next_sequence_number() - 1, sys._getframe()
-    while frame is not None:
-        context = frame.f_locals.get("ctx") if "ctx" in frame.f_code.co_varnames else None
-        if isinstance(context, torch.autograd.function.FunctionCtx):
-            number = context._sequence_nr()
-        frame = frame.f_back
-    return number
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:

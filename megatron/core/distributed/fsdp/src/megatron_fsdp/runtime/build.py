@@ -145,13 +145,13 @@ def build_units(request: BuildRequest, plans: list[UnitPlan]) -> list[Unit]:
     peers = make_peers(request.config, request.index, Device(request.device))
     request = dataclasses.replace(request, peers=peers)
     units = []
-    for plan in plans:
+    for position, plan in enumerate(plans):
         if request.from_meta:
             materialize(plan, request.device)
         groups = [_make_group(plan, request, number, group) for number, group in enumerate(_plan_groups(plan, request))]
         for group in groups:
             group.load_initial(_Source(request, group.facts.is_expert))
-        units.append(Unit(plan.fqn, plan.module, groups, plan.params, is_root=plan.is_root))
+        units.append(Unit(position, plan.fqn, plan.module, groups, plan.params, is_root=plan.is_root))
     if request.from_meta:
         materialize_buffers(request.module, request.device)
     _agree_on_buffers(request)

@@ -17,11 +17,10 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from megatron_fsdp.machine.torch_compat import in_backward, uncompiled, version_of
 from megatron_fsdp.runtime import linear_grads
-from megatron_fsdp.runtime.calls import Call
-from megatron_fsdp.runtime.moment import check_not_taken, end_interrupted_forward
-from megatron_fsdp.runtime.schedule import Schedule
+from megatron_fsdp.runtime.moment import check_not_taken
+from megatron_fsdp.runtime.schedule import Call, Schedule
 from megatron_fsdp.runtime.stray_reads import explain
-from megatron_fsdp.runtime.unit import Phase, Unit
+from megatron_fsdp.runtime.unit import Unit
 
 
 def install_hooks(schedule: Schedule) -> list[torch.utils.hooks.RemovableHandle]:
@@ -59,9 +58,9 @@ class _UnitHooks:
         if torch.is_grad_enabled():
             unit.input_versions = {id(value): version_of(value) for value in args if isinstance(value, torch.Tensor)}
         if in_backward():
-            schedule.recompute_forward(unit)
+            schedule.recompute(unit)
         else:
-            schedule.pre_forward(unit)
+            schedule.enter(unit)
         unit.note_weights()
         schedule.watch.enter(unit)
 
@@ -70,17 +69,17 @@ class _UnitHooks:
         schedule, unit = self._alive()
         schedule.watch.leave()
         unit.check_weights()
-        call = unit.open_calls.pop() if unit.open_calls else None
+        call = schedule.returned(unit)
         tensors = list(tensors_in(output))
         awaits_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         if awaits_backward:
             # The gradient of an input that is handed through, unchanged, arrives in another unit's turn.
             given = {id(value) for value in (*args, *kwargs.values()) if unit.left_alone(value)}
             own = [tensor for tensor in tensors if tensor.grad_fn is not None and id(tensor) not in given]
-            if own:
-                _on_first_gradient(own, functools.partial(self.pre_backward, schedule.generation, call))
-        if unit.phase is not Phase.BACKWARD:
-            schedule.post_forward(unit, call, awaits_backward=awaits_backward, lends=unit.lends(tensors))
+            if own and call is not None:
+                _on_first_gradient(own, functools.partial(self.pre_backward, call))
+        if not in_backward():
+            schedule.exit(unit, awaits_backward=awaits_backward, lends=unit.lends(tensors))
 
     @uncompiled
     def after_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -90,11 +89,11 @@ class _UnitHooks:
             error = sys.exc_info()[1]
             if error is not None:
                 explain(error, schedule.units)
-            end_interrupted_forward(schedule)
+            schedule.abort_forward()
 
-    def pre_backward(self, generation: int, call: Call | None, grad: torch.Tensor) -> None:
+    def pre_backward(self, call: Call, grad: torch.Tensor) -> None:
         schedule, unit = self._alive()
-        if schedule.generation != generation:
+        if schedule.generation != call.generation:
             raise RuntimeError(
                 f"the weights of unit {unit.label} have changed since its forward (an optimizer step or a load came in "
                 "between), so its gradients would be wrong; run backward before changing weights."
@@ -104,7 +103,7 @@ class _UnitHooks:
                 f"unit {unit.label} is differentiated with create_graph=True, whose second backward would read weights "
                 "that have been released by then; use zero_dp_strategy 2 or less for gradient penalties."
             )
-        schedule.pre_backward(unit, call)
+        schedule.gradient_arrived(unit, call)
         schedule.watch.turn_back(unit)
 
     def _alive(self) -> tuple[Schedule, Unit]:

@@ -25,22 +25,6 @@ def check_idle(schedule: Schedule, action: str) -> None:
     check_not_taken(schedule, action)
 
 
-def settle(schedule: Schedule) -> None:
-    """Makes the current stream wait for every gather, releases what was gathered and shows sharded parameters."""
-    for unit in schedule.units:
-        for event in (unit.refresh_event, unit.gather_event):
-            if event is not None:
-                event.wait()
-        unit.refresh_event = unit.gather_event = None
-    schedule.rest()
-
-
-def end_interrupted_forward(schedule: Schedule) -> None:
-    """Releases what a forward that raised has left behind."""
-    schedule.forget_forward()
-    settle(schedule)
-
-
 @contextlib.contextmanager
 def showing_sharded(units: Iterable[Unit]) -> Iterator[None]:
     """Inside, modules show sharded parameters, whatever they are doing; nothing is gathered or released."""

@@ -1,4 +1,4 @@
-"""Takes gradients to their owners: beside backward, on streams of its own, with few buffers on their way."""
+"""Reductions of units' gradients to their owners, beside backward on streams of their own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.collectives import GradScale
 from megatron_fsdp.machine.device import Device, Event
 from megatron_fsdp.runtime.unit import Unit
@@ -29,17 +28,14 @@ class Reducer:
     wait for the outer one of the unit before.
     """
 
-    def __init__(self, config: EngineConfig, device: Device, scales: dict[bool, GradScale], watch: Watch):
+    def __init__(self, device: Device, scales: dict[bool, GradScale], watch: Watch):
         self._device = device
         self._watch = watch
         self._scales = scales
         """Gradient scale by `is_expert`."""
-        self._most_in_flight = config.reductions_in_flight
-        self._most_numel = config.reduction_numel
-        self._has_slots = config.buffers.has_slots
         self._stream = device.new_stream(high_priority=True)
         self._outer_stream = device.new_stream(high_priority=True)
-        self._in_flight: collections.deque[tuple[FlatBuffer, Event]] = collections.deque()
+        self._in_flight: dict[Unit, list[tuple[FlatBuffer, Event]]] = {}
         """Staged gradients, allocated on the compute stream, until that has waited for their reduction."""
         self._crossing: collections.deque[tuple[torch.Tensor, Event]] = collections.deque()
         """What was allocated on the inner axis' stream, until that has waited for the outer axis' to have read it."""
@@ -53,14 +49,20 @@ class Reducer:
         """The streams of the inner and the outer axis."""
         return self._stream, self._outer_stream
 
-    @torch.no_grad()
-    def reduce(self, unit: Unit, *, finalizes: bool) -> None:
-        """Starts the reduction of the unit's gradients of this backward. **Collective**.
+    @property
+    def in_flight(self) -> list[Unit]:
+        """Units with staged gradients on their way, the oldest first."""
+        return list(self._in_flight)
 
-        Args:
-            unit: whose gradients are complete.
-            finalizes: this is the last backward of its cycle, so deferred reductions start too.
-        """
+    def drain(self, unit: Unit) -> None:
+        """Makes the compute stream wait for the reduction of `unit`; its staged gradients can be freed then."""
+        for _, done in self._in_flight.pop(unit, ()):
+            with self._watch.waits(Kind.REDUCE):
+                done.wait()
+
+    @torch.no_grad()
+    def reduce(self, unit: Unit) -> None:
+        """Starts the reduction of the unit's gradients of this backward, which are complete. **Collective**."""
         unit.align_grads()
         for group in unit.groups:
             if group.main_grad is None:
@@ -72,8 +74,8 @@ class Reducer:
             if self.before_collect is not None:
                 self.before_collect(group)
             staged = group.main_grad.collect()
-            if staged is not None or finalizes:
-                self._issue(unit, group, staged, finalizes=finalizes)
+            if staged is not None:
+                self._issue(unit, group, staged)
 
     def lend(self, unit: Unit, group: ParamGroup, slot: int) -> torch.Tensor | None:
         """Where the gradient of parameter `slot` of the unit's `group` may be computed; None: in memory of its own.
@@ -89,10 +91,10 @@ class Reducer:
 
     @torch.no_grad()
     def finalize(self, unit: Unit) -> None:
-        """Starts the reductions of the unit that were deferred to the end of the cycle. **Collective**."""
+        """Starts what is left of the unit's reductions at the end of a cycle. **Collective**."""
         for group in unit.groups:
             if group.main_grad is not None and group.main_grad.state is GradState.ACCUMULATING:
-                self._issue(unit, group, None, finalizes=True)
+                self._finalize(unit, group)
 
     def wait(self) -> None:
         """Makes the current stream wait for every reduction."""
@@ -111,22 +113,25 @@ class Reducer:
             for stream in self.streams:
                 current.wait_stream(stream)
 
-    def _issue(self, unit: Unit, group: ParamGroup, staged: FlatBuffer | None, *, finalizes: bool) -> None:
-        scale = self._scales[group.facts.is_expert]
+    def _issue(self, unit: Unit, group: ParamGroup, staged: FlatBuffer) -> None:
         ready = self._device.record_event()
         with self._device.use(self._stream):
             ready.wait()
-            if staged is not None:
-                if group.main_grad.state is GradState.FINAL:  # about to be opened again on this stream
-                    self._stream.wait_stream(self._outer_stream)
-                with self._watch.communicates(Kind.REDUCE, unit):
-                    group.main_grad.reduce(staged, scale)
-                self._in_flight.append((staged, self._device.record_event()))
-            if finalizes:
-                with self._watch.communicates(Kind.REDUCE, unit):
-                    crossing = group.main_grad.finalize(scale, functools.partial(self._along_outer, unit))
-                if crossing is not None:
-                    self._keep_while_crossing(crossing)
+            if group.main_grad.state is GradState.FINAL:  # about to be opened again on this stream
+                self._stream.wait_stream(self._outer_stream)
+            with self._watch.communicates(Kind.REDUCE, unit):
+                group.main_grad.reduce(staged, self._scales[group.facts.is_expert])
+            self._in_flight.setdefault(unit, []).append((staged, self._device.record_event()))
+
+    def _finalize(self, unit: Unit, group: ParamGroup) -> None:
+        ready = self._device.record_event()
+        with self._device.use(self._stream):
+            ready.wait()
+            scale = self._scales[group.facts.is_expert]
+            with self._watch.communicates(Kind.REDUCE, unit):
+                crossing = group.main_grad.finalize(scale, functools.partial(self._along_outer, unit))
+            if crossing is not None:
+                self._keep_while_crossing(crossing)
 
     @contextlib.contextmanager
     def _along_outer(self, unit: Unit) -> Iterator[None]:
@@ -145,13 +150,6 @@ class Reducer:
             read.wait()
 
     def _make_room(self, group: ParamGroup) -> None:
-        """Bounds the unreduced gradients alive: the oldest buffer goes back to the stream that allocated it."""
-        while self._in_flight and (self._is_full(group.layout.size) or not group.main_grad.has_room):
-            _, done = self._in_flight.popleft()
-            with self._watch.waits(Kind.REDUCE):
-                done.wait()
-
-    def _is_full(self, numel: int) -> bool:
-        if self._most_numel is None or (self._has_slots and len(self._in_flight) >= self._most_in_flight):
-            return len(self._in_flight) >= self._most_in_flight
-        return numel + sum(staged.layout.size for staged, _ in self._in_flight) > self._most_numel
+        """Waits for older reductions until the slot of the group's staged gradients is free."""
+        while self._in_flight and not group.main_grad.has_room:
+            self.drain(next(iter(self._in_flight)))

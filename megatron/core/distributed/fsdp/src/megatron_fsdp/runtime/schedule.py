@@ -1,77 +1,131 @@
-"""When transitions run: streams, prefetch, in-flight limits, micro-batch state."""
+"""The executor of programs: hooks report where the model is, and the operations up to there run."""
 
 from __future__ import annotations
 
-import itertools
-import logging
+import collections
+import contextlib
+import dataclasses
+import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
 
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.collectives import GradScale
 from megatron_fsdp.machine.device import Device
-from megatron_fsdp.machine.torch_compat import in_backward, on_backward_end
-from megatron_fsdp.runtime.backward_turns import BackwardTurns, Progress
-from megatron_fsdp.runtime.calls import Call, recomputed_call
-from megatron_fsdp.runtime.forward_turns import ForwardTurns
-from megatron_fsdp.runtime.gatherer import Gatherer, Prefetch
-from megatron_fsdp.runtime.inquiry import Forum, widest_axes
-from megatron_fsdp.runtime.order import Order
+from megatron_fsdp.machine.torch_compat import graph_task, in_backward, on_backward_end
+from megatron_fsdp.plan import program as plan
+from megatron_fsdp.plan.program import AGAIN, BEGINS, ENTER, EXIT, GRAD, KEEP, OVER, Token
+from megatron_fsdp.runtime.consensus import Consensus
+from megatron_fsdp.runtime.gatherer import Gatherer
+from megatron_fsdp.runtime.programs import Compiled, Key, Programs
 from megatron_fsdp.runtime.reducer import Reducer
-from megatron_fsdp.runtime.residency import Residency
-from megatron_fsdp.runtime.unit import Phase, Unit
+from megatron_fsdp.runtime.unit import Unit
 from megatron_fsdp.runtime.watch import Watch
 from megatron_fsdp.state.param_group import ParamGroup
 
-logger = logging.getLogger(__name__)
+#: Of the memory that the first step leaves free, what residency may take; the rest is left to fragments.
+_USABLE = 0.9
+
+
+@dataclasses.dataclass(slots=True)
+class Call:
+    """One forward of a unit. The graph keeps it, so it refers to nothing of the model."""
+
+    unit: int
+    began: int
+    """When it began, in events counted by the schedule."""
+    key: Key | None
+    """Of the forward pass that it was in; None for recomputation."""
+    forward: int
+    """Number of that pass."""
+    generation: int
+    """Installs before it."""
+    returned: int = 0
+    """When it returned."""
+
+
+@dataclasses.dataclass(slots=True)
+class Pass:
+    """One forward or backward that runs."""
+
+    key: Key
+    number: int
+    compiled: Compiled | None
+    """None: no program covers it; ranks ask each other before every all-gather."""
+    at: int = 0
+    """Markers that are behind it."""
+    trace: list[Token] = dataclasses.field(default_factory=list)
+    forwards: set[int] = dataclasses.field(default_factory=set)
+    """Of a backward, numbers of the forwards whose graphs it has entered."""
+    finished: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    """Of a backward, calls by unit whose backward is over."""
+    reduced: set[int] = dataclasses.field(default_factory=set)
+    """Of a backward without a program, units that it has reduced."""
+    whole: frozenset[int] = frozenset()
+    """Of a backward inside a forward, the units that the forward has gathered."""
 
 
 class Schedule:
     """Runs every unit's transitions at the right time; the same code on CUDA and CPU.
 
-    All ranks communicate in one canonical order, `Order`, which does not depend on what a rank runs: a forward gathers
-    turn by turn, a backward gathers and reduces in the mirrored order. A rank that reaches a unit first does everything
-    that comes before it, with zero gradients for what it skipped. Unless they differed in the first forward, a rank may
-    leave calls out but must make the others in the order of all, and gradients flow through a frozen unit on all or on
-    none.
+    The first pass of each kind runs in lockstep: ranks ask each other before every all-gather which unit is next. Its
+    trace makes the program of the passes that follow, on every rank the same one. Then nobody asks: at an event all
+    operations up to its marker run, those of units that this rank leaves out among them, so all ranks communicate in
+    one order. A reshard is local: a rank that is inside a unit keeps it until it leaves.
+
+    If all ranks were alike, what the program does not have is recorded in lockstep again, and the program grows. If
+    they had differed, it raises: ranks cannot know of each other's events without asking in every step.
+
+    `print(model.schedule)` shows the programs and the memory that they need.
     """
 
     def __init__(self, units: list[Unit], config: EngineConfig, device: Device, scales: dict[bool, GradScale]):
         self.units = units
-        self.root = next(unit for unit in units if unit.is_root)
+        self.root = units[0]
         self.config = config
         self.device = device
         self.watch = Watch(device)
-        self._reducer = Reducer(config, device, scales, self.watch)
-        self.lend_gradient = self._reducer.lend
-        """Called in backward by layers that can compute a gradient where it is reduced from."""
+        self._reducer = Reducer(device, scales, self.watch)
         self._gatherer = Gatherer(device, self.watch)
-        self._prefetch = Prefetch.of(config)
         # Memory that goes when the model does must not be handed out again while another stream still uses it.
         weakref.finalize(self, device.join, (*self._reducer.streams, *self._gatherer.streams)).atexit = False
-        others = [unit for unit in units if unit is not self.root]
-        forum = Forum(others, widest_axes(units), device.torch_device)
-        self._turns = ForwardTurns(forum, self.root, self._gatherer, self._prefetch)
-        self._residency = Residency(forum, device, config.residency_nbytes)
-        self._in_forward = False
-        """The root's forward runs. Units may also be called outside it; then nothing is expected of the others."""
-        self._lenders: dict[Unit, bool] = {}
-        """Units that have returned views of their weights to a forward whose backward may come; False: none does."""
-        self._awaited = 0
-        """Backwards that forwards since the last install may bring."""
-        self._in_backward = False
-        self._back = BackwardTurns(self._gatherer, self._prefetch, self._lenders, self._turns.known)
-        self._progress = Progress()
-        self._cursor = 0
-        """Steps of the order's backward that are behind the call whose turn it is."""
-        self._reduced = 0
-        """Units of the order that this backward has reduced."""
-        self._is_ending = False
-        """Autograd is through: every gradient is complete."""
-        self._reduces_early = True
-        """Gradients have been complete when their unit was left behind. If not, reductions wait for backward's end."""
+        self._consensus = Consensus.of(units, device.torch_device)
+        self.programs = Programs(units, config, self._consensus, _binder(weakref.proxy(self)))
+        self._decides_residency = config.residency_nbytes is None and device.is_cuda and len(units) > 1
+        # -- where the step is, the same on all ranks --
+        self._phase = ""
+        self._whole = {unit.number for unit in units if not unit.needs_gather}
+        """Units that the programs run so far have left gathered."""
+        self._forward: Pass | None = None
+        self._backward: Pass | None = None
+        self._passes = 0
+        self._last_key: Key | None = None
+        """Of the last forward."""
+        self._shared: dict[Key, int] = {}
+        """By key of a forward, through how many the last backward went, where it was more than one."""
+        self._finalizes = False
+        """The backward that runs is the last of its cycle."""
         self.generation = 0
         """Counts installs: a backward belongs to the weights of its forward."""
+        # -- where this rank is --
+        self._events = 0
+        self._open: list[Call] = []
+        """Calls that have not returned, the innermost one last."""
+        self._used = [0] * len(units)
+        """How often each unit is in use: calls in forward, uses in backward, and holds."""
+        self._uses: list[tuple[int, int, int]] = []
+        """Calls whose backward runs: unit, when the call began, and the graph task."""
+        self._held: set[int] = set()
+        """Units recomputed in this backward whose own backward is to come."""
+        self._lenders: set[int] = set()
+        """Units that returned views of their weights to a forward that runs or whose backward may come."""
+        self._awaited = 0
+        """Backwards that forwards since the last install may bring."""
+        self._late: set[int] = set()
+        """Units in use that the program has resharded."""
         self.model_auto_sync = False
         self.is_last_microbatch = True
         self.microbatch_count = 0
@@ -85,268 +139,493 @@ class Schedule:
         """Gives what is called before the gradients of a backward join those that are there."""
         self.on_order: Callable[[Sequence[Unit]], bool] = lambda units: True
         """Called between steps with the order in which units were found to run, until it says that it has taken it."""
-        self._followed: Order | None = None
-        """The order that it has taken."""
+        self._order_taken: tuple[int, ...] = ()
         self.on_auto_sync = lambda: None
         """Called at the end of a backward when `model_auto_sync` is on."""
+
+    # -- what users see -------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        """Every program with its peak memory, and where the passes that run are."""
+        return "\n\n".join(filter(None, [str(self.programs), self.where()]))
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Inside, passes have programs of their own: for steps that run other parts of the model, on all ranks."""
+        before, self._phase = self._phase, name
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def forget(self) -> None:
+        """Drops all programs: the next pass of each kind is recorded anew. Call it between steps, on all ranks.
+
+        Raises:
+            RuntimeError: the model runs.
+        """
+        if self.is_running:
+            raise RuntimeError("model.schedule.forget() inside the model's forward or backward; call it between steps.")
+        self.rest()
+        self.programs.forget()
+        self._shared.clear()
+
+    def where(self) -> str:
+        """Rank, pass, program counter, next operation and last event of each pass that runs; empty if none does."""
+        return "; ".join(self._where(running) for running in (self._forward, self._backward) if running is not None)
+
+    def _where(self, running: Pass) -> str:
+        label = [unit.label for unit in self.units].__getitem__
+        text = f"rank {dist.get_rank()}, pass {running.number} ({running.key.text(self.units)}), "
+        if running.compiled is None:
+            text += "not in a program"
+        else:
+            ops, pc = running.compiled.program.ops, running.compiled.starts[running.at]
+            text += f"operation {pc} of {len(ops)}: " + (f"{ops[pc].kind} {label(ops[pc].unit)}" if ops[pc:] else "end")
+        return text + (f", last event: {running.trace[-1][0]} {label(running.trace[-1][1])}" if running.trace else "")
+
+    @property
+    def resident(self) -> list[Unit]:
+        """Units that stay gathered until the optimizer steps."""
+        return [self.units[number] for number in sorted(self.programs.resident)]
 
     @property
     def gather_stream(self) -> object:
         """Where gathered weights get their storage and give it back."""
         return self._gatherer.streams[0]
 
-    # -- forward ------------------------------------------------------------------------------------------------
-
-    def pre_forward(self, unit: Unit) -> None:
-        """The unit's module is about to run. **Collective**."""
-        self.end_interrupted_backward()
-        call = None
-        if unit.is_root:
-            call = self._begin_forward()
-            unit.note_call(call)
-        elif self._in_forward:
-            call = self._turns.reach(unit)
-            unit.note_call(call)
-        unit.open_calls.append(call)
-        unit.enter(Phase.FORWARD)
-        self._gatherer.make_readable(unit)
-        if self._in_forward:
-            self._turns.gather_ahead()
-
-    def _begin_forward(self) -> Call:
-        """A new forward of the whole model: gathers must see what the optimizer wrote on the current stream."""
-        self._gatherer.follow()
-        self._refresh_all()
-        self._in_forward = True
-        if self._awaited <= 0:  # or else an earlier forward's backward still reads what it was lent
-            self._lenders.clear()
-            self._awaited = 0
-        for unit in self.units:
-            unit.open_calls = []
-        return self._turns.begin()
-
-    def _refresh_all(self) -> None:
-        """Starts what the last install left to the outer axis, of every unit in turn. **Collective**."""
-        for unit in (self.root, *self._turns.coming):
-            self._gatherer.refresh(unit)
-
-    def post_forward(self, unit: Unit, call: Call | None, *, awaits_backward: bool, lends: bool) -> None:
-        """The unit's module has run. The root stays gathered until its backward is over, if one may come.
-
-        So does a unit that `lends` its weights: what it returned views them.
-        """
-        if call is not None:
-            call.carries_grad = awaits_backward
-            call.last = self._turns.latest
-        if unit.is_root:
-            self._end_forward()
-            if awaits_backward:
-                self._awaited += 1
-                return
-            for other in self.units:
-                other.enter(Phase.RESTING)
-                self._gatherer.release(other)
-            for lender in [lender for lender, awaits in self._lenders.items() if not awaits]:
-                del self._lenders[lender]
-            return
-        if lends and self._in_forward:
-            self._lenders[unit] = awaits_backward or self._lenders.get(unit, False)
-        else:
-            unit.enter(Phase.RESTING)
-            self._turns.leave(unit, None if call is None else call.turn)
-
     @property
     def is_running(self) -> bool:
-        """A forward of the whole model, or a backward, is not over."""
-        return self._in_forward or self._in_backward or in_backward()
+        """A forward, or a backward, is not over."""
+        return self._forward is not None or self._backward is not None or in_backward()
 
     @property
     def in_forward(self) -> bool:
         """A forward of the whole model has begun and not ended."""
-        return self._in_forward
+        return self._forward is not None and self._forward.key.unit == 0
 
-    def forget_forward(self) -> None:
-        """The forward of the whole model was interrupted; no more of it will come."""
-        self._in_forward = False
+    # -- events of forward ----------------------------------------------------------------------------------------
 
-    def _end_forward(self) -> None:
-        if self._in_forward:
-            self._turns.end()
-            self._in_forward = False
+    def enter(self, unit: Unit) -> None:
+        """The unit's module is about to run. **Collective**, as every event may be."""
+        if self._backward is not None:
+            self.end_interrupted_backward()
+        if self._forward is None or unit.is_root:
+            self._begin_forward(unit)
+        running = self._forward
+        self._open_call(unit, running.key, running.number)
+        self._used[unit.number] += 1
+        self._reach(running, (ENTER, unit.number))
+        self._show(unit)
 
-    @property
-    def _order(self) -> Order:
-        """What the backward that runs follows."""
-        return self._back.order
+    def _open_call(self, unit: Unit, key: Key | None, forward: int) -> None:
+        self._events += 1
+        self._open.append(Call(unit.number, self._events, key, forward, self.generation))
 
-    # -- backward -----------------------------------------------------------------------------------------------
+    def returned(self, unit: Unit) -> Call | None:
+        """The unit's module has run, in forward or inside backward; gives the call that is over."""
+        self._events += 1
+        while self._open:  # a checkpoint stops its recomputation early, and then nothing returns
+            call = self._open.pop()
+            if call.unit == unit.number:
+                call.returned = self._events
+                return call
+        return None
 
-    def recompute_forward(self, unit: Unit) -> None:
-        """The unit's module is about to run inside backward; it stays gathered for the backward that follows."""
-        self._begin_backward()
-        call = recomputed_call(unit, self._progress.node)
-        self._follow(call)
-        if call is not None and call.turn is not None:
-            self._walk_back_before_recomputing(call)
-        unit.open_calls.append(call)
-        unit.enter(Phase.BACKWARD)
-        self._gatherer.make_readable(unit)
+    def exit(self, unit: Unit, *, awaits_backward: bool, lends: bool) -> None:
+        """The unit's module has run in forward. The root stays gathered until its backward is over, if one may come.
 
-    def _walk_back_before_recomputing(self, call: Call) -> None:
-        """Ends what is over; if nothing before `call` is to come, its own backward is what follows. **Collective**.
-
-        Recomputation over several calls repeats the first of them first: then those behind it are still to come, and
-        without reentrance it begins in the middle of the last one's backward. Where ranks differ, the order knows.
+        A unit that `lends` its weights, whose output views them, stays in use on this rank as long.
         """
-        entry = self._order.entry[call.turn]
-        for number in range(self._cursor, entry if self._order.is_alike else 0):
-            if self._progress.is_to_come(self._order.backward[number]):
-                self._walk_back(number)
-                return
-        self._walk_back(entry + 1)
-
-    def _begin_backward(self) -> None:
-        """**Collective**, if some unit lends its weights."""
-        if self._in_backward:
+        running, number = self._forward, unit.number
+        if running is None:
             return
-        self._join_gradients()
-        self._in_backward = True
-        self._is_ending = False
-        self._back.restart(self._turns.known)
-        self._cursor = self._reduced = 0
-        self._progress.begin()
+        self._used[number] -= 1
+        if number == running.key.unit:
+            self._end_forward(running, keeps=awaits_backward and unit.is_root)
+            return
+        if lends and running.key.unit == 0:
+            self._lenders.add(number)
+        self._let_go(running, number)
+        self._reach(running, (EXIT, number))
+
+    def _begin_forward(self, unit: Unit) -> None:
+        if self._forward is not None:  # it raised, and nothing told
+            self.abort_forward()
+        self._gatherer.follow()
+        self._last_key = Key(unit.number, torch.is_grad_enabled(), self._phase)
+        self._forward = self._begin(self._last_key)
+        self._open.clear()
+
+    def _begin(self, key: Key) -> Pass:
+        """A new pass; reshards what the last one has left gathered and this one does not begin with."""
+        self._passes += 1
+        compiled = self.programs.get(key)
+        if compiled is not None and self._forward is None:
+            self._release_all(self._whole - compiled.head)
+        return Pass(key, self._passes, compiled)
+
+    def _end_forward(self, running: Pass, *, keeps: bool) -> None:
+        """The forward of the pass's own unit is over: runs the rest of the program, or records it. **Collective**."""
+        own = running.key.unit
+        running.trace.append((KEEP if keeps else EXIT, own))
+        self._finish(running)
+        if running.compiled is None:
+            self._record(running)
+            if (KEEP, own) in self.programs.recorded(running.key).trace:
+                self._whole.add(own)
+        self._forward = None
+        self._awaited += keeps
+        self._rest_of_pass(own if keeps else None)
+
+    def _rest_of_pass(self, kept: int | None = None) -> None:
+        """The pass is over: reshards what is neither in use nor left gathered by the program."""
+        if not self._awaited:
+            self._lenders.clear()
+        for unit in self.units:
+            if self._is_used(unit.number):  # by a forward around this backward, or by a backward to come
+                continue
+            if unit.number not in self._whole:
+                self._late.discard(unit.number)
+                self._gatherer.reshard(unit)
+            elif unit.number != kept:
+                unit.show_sharded()
+
+    def abort_forward(self) -> None:
+        """The forward that runs was interrupted; no more of it will come. **Collective** where ranks differ.
+
+        There other ranks go on with the pass, so this rank takes part in the rest.
+        """
+        running, self._forward = self._forward, None
+        self._open.clear()
+        if running is not None and (running.compiled is None or not running.compiled.program.is_spmd):
+            self._finish(running)
+        self.settle()
+
+    # -- events of backward ---------------------------------------------------------------------------------------
+
+    def recompute(self, unit: Unit) -> None:
+        """The unit's module is about to run inside backward; it stays gathered for its own backward, which follows."""
+        running, number = self._backward or self._begin_backward(None), unit.number
+        self._open_call(unit, None, 0)
+        if number not in self._held:
+            self._held.add(number)
+            self._used[number] += 1
+        self._end_uses(running, self._events, graph_task())
+        self._reach(running, (AGAIN, number))
+        self._show(unit)
+
+    def gradient_arrived(self, unit: Unit, call: Call) -> None:
+        """The gradient of the output of a unit's `call` is there."""
+        running, task = self._backward or self._begin_backward(call.key), graph_task()
+        if call.key is not None and call.forward not in running.forwards:
+            self._enter_graph(running, call.forward)
+        self._events += 1
+        self._uses.append((unit.number, call.began, task))
+        self._used[unit.number] += 1
+        self._end_uses(running, call.returned, task)
+        self._reach(running, (GRAD, unit.number))
+        self._show(unit)
+
+    def _begin_backward(self, key: Key | None) -> Pass:
+        prepare = self.before_gradients()
+        if prepare is not None:
+            prepare()
+        for unit in self._reducer.in_flight:  # of the micro-batch before
+            self._reducer.drain(unit)
+        forward = key or self._last_key
+        self._backward = running = self._begin(forward.backward(self._shared.get(forward, 1)))
+        running.whole = frozenset(self._whole if self._forward is not None else ())
+        self._finalizes = self.config.overlap_grad_reduce and (self.model_auto_sync or self.is_last_microbatch)
         on_backward_end(self.finish_backward)
-        for unit in self._lenders:  # others read their weights before their own turn comes
-            self._gatherer.make_readable(unit)
+        return running
 
-    def pre_backward(self, unit: Unit, call: Call | None) -> None:
-        """The gradient of the output of a unit's `call` is there. **Collective**."""
-        self._begin_backward()
-        unit.is_in_backward = True
-        self._follow(call)
-        if unit.is_root:
-            self._walk_back(1)
-        elif call is not None and call.turn is not None:
-            self._walk_back(self._order.entry[call.turn] + 1)
-        unit.enter(Phase.BACKWARD)
-        self._gatherer.make_readable(unit)
-
-    def _follow(self, call: Call | None) -> None:
-        """Starts anew if `call` belongs to another forward: several may share one backward, if all ranks run the same.
+    def _enter_graph(self, running: Pass, forward: int) -> None:
+        """The backward goes on in the graph of another forward: known, or recorded anew, if all ranks run the same.
 
         Raises:
             NotImplementedError: they do not, so that each has come to another place of the other forward.
         """
-        if call is not None and self._progress.follow(call.forward):
-            if self._cursor and not self._order.is_alike:
-                self._walk_back(len(self._order.backward))  # so that no rank waits for one that has raised
-                raise NotImplementedError(
-                    "ranks run different units in this model, and several of its forwards share one backward, in which "
-                    "ranks could wait for each other for ever; call backward for each forward's loss by itself."
-                )
-            self._cursor = 0
-            self._back.restart(call.forward.order or self._turns.known)
+        running.forwards.add(forward)
+        if len(running.forwards) == 1:
+            return
+        recorded = self.programs.recorded(running.key.forward)
+        if recorded is not None and not recorded.is_spmd:
+            self._finish(running)  # so that no rank waits for one that has raised
+            raise NotImplementedError(
+                "ranks run different units in this model, and several of its forwards share one backward, in which "
+                "ranks could wait for each other for ever; call backward for each forward's loss by itself."
+            )
+        if running.compiled is not None and len(running.forwards) > running.key.forwards:
+            self._leave_program(running)
 
-    def _walk_back(self, stop: int) -> None:
-        """Takes the steps of the order's backward before number `stop`. **Collective**."""
-        while self._cursor < stop:
-            step = self._order.backward[self._cursor]
-            self._cursor += 1
-            if step.is_entry:
-                self._back.gather_before(self._cursor)
-                self._back.gather_ahead(self._cursor)
-                continue
-            if step.releases and step.unit not in self._lenders:
-                self._end_unit(step.unit)
-            if step.reduces:
-                self._reduce_through(self._order.exit_number[step.unit])
+    def _end_uses(self, running: Pass, since: int, task: int) -> None:
+        """Ends the uses of calls that began after event `since`, or in a graph task inside `task`.
 
-    def _end_unit(self, unit: Unit) -> None:
-        if unit.phase is Phase.BACKWARD:
-            unit.enter(Phase.RESTING)
-        self._gatherer.release(unit)
-
-    def _reduce_through(self, last: int) -> None:
-        """Reduces units in order up to number `last`, but none before its gradients are complete. **Collective**."""
-        while self._reduced <= last and not self._is_waiting(self._order.exits[self._reduced]):
-            self._reduce(self._order.exits[self._reduced])
-            self._reduced += 1
-
-    def _is_waiting(self, unit: Unit) -> bool:
-        if self._is_ending or not self._reduces_early:
-            return not self._is_ending
-        return self._order.is_alike and unit.awaits_grads()  # else only this rank may have to wait
-
-    def _reduce(self, unit: Unit) -> None:
-        finalizes = self.config.overlap_grad_reduce and (self.model_auto_sync or self.is_last_microbatch)
-        self._reducer.reduce(unit, finalizes=finalizes)
-
-    def _join_gradients(self) -> None:
-        prepare = self.before_gradients()
-        if prepare is not None:
-            prepare()
+        Autograd runs nodes in the reverse of the order in which forward made them. So when the gradient of a call's
+        output arrives, the backward of whatever began after that call had returned is over.
+        """
+        ended = [use for use in self._uses if use[1] > since or use[2] > task]
+        if not ended:
+            return
+        self._uses = [use for use in self._uses if not (use[1] > since or use[2] > task)]
+        left = {number for number, _, _ in self._uses}
+        for number, _, _ in ended:
+            self._used[number] -= 1
+            running.finished[number] += 1
+            if number in self._held and number not in left:
+                self._held.discard(number)
+                self._used[number] -= 1
+        for number in dict.fromkeys(number for number, _, _ in ended):
+            if not self._used[number]:
+                running.trace.append((OVER, number))
+                self._let_go(running, number)
 
     def finish_backward(self) -> None:
-        """The outermost backward is over: completes what could not be completed unit by unit. **Collective**."""
-        self._is_ending = True
-        self._walk_back(len(self._order.backward))
-        self._reduce_through(len(self._order.exits) - 1)
-        if self._reduce_strays() and self._reduces_early:
-            self._reduces_early = False
-            logger.warning(
-                "gradients of a unit came in several parts; from now on reductions wait for the end of each backward. "
-                "Checkpoint with use_reentrant=False, or call backward for each forward."
-            )
-        self._end_backward()
+        """The outermost backward is over: runs the rest of the program, or records it. **Collective**."""
+        running = self._backward
+        running.trace += [(OVER, number) for number in dict.fromkeys(number for number, _, _ in reversed(self._uses))]
+        self._end_all_uses()
+        self._finish(running)
+        if running.compiled is None:
+            self._reduce_the_rest(running)
+            running.key = running.key.backward(max(1, len(running.forwards)))
+            self._record(running)
+        else:
+            self._check_strays(running)
+        self._shared.pop(running.key.forward, None)
+        if len(running.forwards) > 1:
+            self._shared[running.key.forward] = len(running.forwards)
+        self._end_backward(running)
         self.microbatch_count += 1
         self._has_run = True
         if self.model_auto_sync:
             self.on_auto_sync()
 
-    def _reduce_strays(self) -> bool:
-        """Reduces gradients that came after their unit's reduction; says if there were any. **Collective**."""
-        units = self._turns.known.exits
-        are_late = self._turns.agreed([unit.has_stray_grads() for unit in units])
-        for unit in itertools.compress(units, are_late):
-            self._reduce(unit)
-        return any(are_late)
+    def _end_all_uses(self) -> None:
+        for number in (*(use[0] for use in self._uses), *self._held):
+            self._used[number] -= 1
+        self._uses.clear()
+        self._held.clear()
 
-    def _end_backward(self) -> None:
-        self.watch.turn_back(None)
-        self._in_backward = False
-        self._awaited -= 1
+    def _check_strays(self, running: Pass) -> None:
+        """Raises RuntimeError if gradients have come after their reduction: they would be lost."""
         for unit in self.units:
-            if self._awaited > 0 and unit in self._lenders:  # another backward begins with its weights, on any rank
-                unit.enter(Phase.RESTING)
-                unit.show_sharded()
-            else:
-                self._end_unit(unit)
-            unit.joins_backward |= unit.is_in_backward
-            unit.is_in_backward = False
+            if unit.has_stray_grads():
+                raise RuntimeError(
+                    f"gradients of unit {unit.label} came after their place in the program ({self._where(running)}). "
+                    "Call model.schedule.forget() on all ranks between steps, and run every unit in the first one."
+                )
+
+    def _end_backward(self, running: Pass) -> None:
+        self.watch.turn_back(None)
+        self._backward = None
+        self._awaited = max(0, self._awaited - max(1, len(running.forwards)))
+        self._rest_of_pass()
+        for number in sorted(running.whole - self._whole):  # the forward around it goes on where it was
+            self._gather(number)
 
     def end_interrupted_backward(self) -> None:
-        """Releases what a backward that raised has left behind, and forgets its gradients; nothing if none did."""
-        if not self._in_backward or in_backward():
+        """Reshards what a backward that raised has left behind, and forgets its gradients; nothing if none did."""
+        if self._backward is None or in_backward():
             return
+        running = self._backward
         self._reducer.wait()
         for group in (group for unit in self.units for group in unit.groups if group.main_grad is not None):
             group.main_grad.discard()
-        self._end_backward()
+        self._end_all_uses()
+        if running.compiled is None or not running.compiled.program.is_spmd:
+            self._finish(running)  # other ranks may have come farther
+            self._reducer.wait()
+        self._release_all(self._whole)
+        self._open.clear()
+        self._end_backward(running)
 
-    def finalize_open(self) -> None:
-        """Starts every reduction that was deferred to the end of the cycle. **Collective**."""
-        for unit in self._turns.known.exits:
-            self._reducer.finalize(unit)
+    # -- running a program ----------------------------------------------------------------------------------------
 
-    def finish_reductions(self) -> None:
-        """Finalizes what is still open, and makes the current stream wait for every reduction. **Collective**."""
-        self.end_interrupted_backward()
-        self._join_gradients()
-        self._reduce_strays()  # of a backward that went through no unit's output
-        self.finalize_open()
-        self._reducer.wait()
+    def _reach(self, running: Pass, token: Token) -> None:
+        """The rank has come to an event of the pass: runs what the program has in front of it. **Collective**."""
+        running.trace.append(token)
+        compiled, at = running.compiled, running.at
+        if compiled is not None:
+            if at < len(compiled.markers) and compiled.markers[at] == token:
+                for operation in compiled.segments[at]:
+                    operation()
+                running.at = at + 1
+                return
+            place = compiled.find(token, at)
+            if place is not None:
+                self._run(running, place + 1)
+                return
+            self._leave_program(running)
+        if token[0] in BEGINS:
+            self._lockstep(running, token[1])
 
-    # -- the rest of a step -------------------------------------------------------------------------------------
+    def _run(self, running: Pass, stop: int) -> None:
+        """Runs the segments before number `stop`. **Collective**."""
+        while running.at < stop:
+            for operation in running.compiled.segments[running.at]:
+                operation()
+            running.at += 1
+
+    def _finish(self, running: Pass) -> None:
+        """Runs what is left of a pass, for this rank and for others. **Collective**."""
+        if running.compiled is None:
+            self._lockstep(running, None)
+            return
+        self._run(running, len(running.compiled.markers))
+        for operation in running.compiled.segments[-1]:
+            operation()
+
+    def _leave_program(self, running: Pass) -> None:
+        """An event that the program does not have: the rest of the pass runs in lockstep, if ranks were alike.
+
+        Raises:
+            RuntimeError: they had differed when the program was recorded.
+        """
+        compiled = running.compiled
+        if not compiled.program.is_spmd:
+            where = self._where(running)
+            self._finish(running)  # so that no rank waits for this one
+            raise RuntimeError(
+                f"{where} is not in its program from there on, and ranks ran different units when it was recorded. "
+                "Call model.schedule.forget() on all ranks between steps and run every unit in the first one, or give "
+                "steps that run other units a model.schedule.phase()."
+            )
+        (furthest,) = self._consensus.largest([running.at])
+        self._run(running, furthest)
+        done = compiled.program.ops[: compiled.starts[furthest]]
+        running.reduced = {op.unit for op in done if op.kind == plan.REDUCE}
+        running.compiled = None
+        self._release_all(self._whole)
+
+    def _release_all(self, numbers: set[int]) -> None:
+        """Reshards these units, but for those whose weights rest whole or are resident."""
+        for number in sorted(numbers & self.programs.comes_and_goes - self.programs.resident):
+            self._release(number)
+
+    # -- operations -----------------------------------------------------------------------------------------------
+
+    def _gather(self, number: int, *, stays: bool = True) -> None:
+        """An all-gather that all ranks make, whatever each of them holds. **Collective**.
+
+        Args:
+            number: of the unit; nothing happens if the programs so far have left it gathered.
+            stays: a program will reshard it.
+        """
+        if number in self._whole:
+            return
+        if stays:
+            self._whole.add(number)
+        self._late.discard(number)
+        unit = self.units[number]
+        if unit.holds_gathered:  # readable here, and perhaps nowhere else
+            self._gatherer.rejoin(unit)
+        else:
+            self._gatherer.gather(unit)
+
+    def _release(self, number: int) -> None:
+        self._whole.discard(number)
+        if self._is_used(number):
+            self._late.add(number)
+        else:
+            self._gatherer.reshard(self.units[number])
+
+    def _finalize(self, number: int) -> None:
+        if self._finalizes:
+            self._reducer.finalize(self.units[number])
+
+    def _is_used(self, number: int) -> bool:
+        """This rank reads the unit's weights."""
+        return self._used[number] > 0 or number in self._lenders
+
+    def _show(self, unit: Unit) -> None:
+        """Lets the unit's modules see its full parameters, which the compute stream has waited for."""
+        self._gatherer.wait_for(unit)
+        unit.show_raw()
+
+    def _let_go(self, running: Pass, number: int) -> None:
+        """A use of the unit is over on this rank: if it was the last, reshards it where no operation will."""
+        if self._is_used(number):
+            return
+        unit = self.units[number]
+        if number in self._late or (running.compiled is None and number not in self._whole):
+            self._late.discard(number)
+            self._gatherer.reshard(unit)
+        unit.show_sharded()
+
+    # -- passes that no program covers ----------------------------------------------------------------------------
+
+    def _lockstep(self, running: Pass, wanted: int | None) -> None:
+        """Gathers what ranks want next, the lowest unit first, until that is `wanted`. **Collective**.
+
+        Args:
+            running: the pass, on all ranks.
+            wanted: what this rank is about to use; None once its pass is over, until those of all ranks are.
+        """
+        none = len(self.units)
+        stay = self.programs.resident | set(range(none)) - self.programs.comes_and_goes
+        while True:
+            claims = [self._is_reducible(running, unit) for unit in self.units] if running.key.forwards else []
+            lowest, *reducible = self._consensus.smallest([none if wanted is None else wanted, *claims])
+            for unit in (unit for unit in reversed(self.units) if reducible and reducible[unit.number]):
+                self._reduce_in_lockstep(running, unit)
+            if lowest == none:
+                return
+            self._gather(lowest, stays=lowest in stay)
+            if lowest == wanted:
+                return
+            if not self._is_used(lowest) and lowest not in self._whole:
+                self._gatherer.reshard(self.units[lowest])
+
+    def _is_reducible(self, running: Pass, unit: Unit) -> bool:
+        """This rank is sure that no more gradients of the unit will come in this backward."""
+        if not unit.trainable or unit.number in running.reduced or self._used[unit.number]:
+            return False
+        forward = self.programs.recorded(running.key.forward)
+        calls = forward.trace.count((ENTER, unit.number)) if forward is not None else 1
+        return running.finished[unit.number] >= max(1, calls) and unit.has_all_grads()
+
+    def _reduce_in_lockstep(self, running: Pass, unit: Unit) -> None:
+        running.reduced.add(unit.number)
+        self._make_room(unit)
+        self._reducer.reduce(unit)
+        self._finalize(unit.number)
+
+    def _reduce_the_rest(self, running: Pass) -> None:
+        """Reduces what has not been, and what came in later parts on some rank; the root last. **Collective**."""
+        trained = [unit for unit in reversed(self.units) if unit.trainable]
+        late = self._consensus.largest([unit.has_stray_grads() for unit in trained])
+        for unit, is_late in zip(trained, late, strict=True):
+            if is_late or unit.number not in running.reduced:
+                self._reduce_in_lockstep(running, unit)
+
+    def _make_room(self, unit: Unit) -> None:
+        """Drains what must be before the unit's gradients are staged: as the program has it, or by the same rule."""
+        running, facts = self._backward, self.programs.facts
+        if running is not None and running.compiled is not None:
+            for number in running.compiled.drains.get(unit.number, ()):
+                self._reducer.drain(self.units[number])
+            return
+        for oldest in self._reducer.in_flight:
+            staging = (other for other in self.units if other is not unit and other.has_staged_grads)
+            staged = [facts[other.number].staged_numel for other in (*self._reducer.in_flight, *staging)]
+            numel = facts[unit.number].staged_numel
+            if numel and self.programs.in_flight.is_full(staged, numel):
+                self._reducer.drain(oldest)
+
+    def _record(self, running: Pass) -> None:
+        """The pass is over, in lockstep: makes its program; nothing but residents is left gathered. **Collective**."""
+        self._whole -= self.programs.comes_and_goes - self.programs.resident
+        self.programs.record(running.key, tuple(running.trace))
+
+    # -- reductions -----------------------------------------------------------------------------------------------
+
+    def lend_gradient(self, unit: Unit, group: ParamGroup, slot: int) -> torch.Tensor | None:
+        """Where, in backward, the gradient of parameter `slot` of `group` may be computed; None: in other memory."""
+        if not unit.has_staged_grads:
+            self._make_room(unit)
+        return self._reducer.lend(unit, group, slot)
 
     def watch_own_grads(self, watcher: Callable[[ParamGroup], None]) -> None:
         """Shows `watcher` every group whose gradients are complete, before they are reduced, on the current stream."""
@@ -356,45 +635,107 @@ class Schedule:
         """Makes the current stream wait for every reduction that has been started."""
         self._reducer.wait_without_forgetting()
 
+    def finalize_open(self) -> None:
+        """Starts every reduction that was deferred to the end of the cycle. **Collective**."""
+        for number in self.programs.reduction_order(self._phase):
+            self._reducer.finalize(self.units[number])
+
+    def finish_reductions(self) -> None:
+        """Finalizes what is still open, and makes the current stream wait for every reduction. **Collective**."""
+        self.end_interrupted_backward()
+        prepare = self.before_gradients()
+        if prepare is not None:
+            prepare()
+        for number in self.programs.reduction_order(self._phase):  # of a backward that went through no unit's output
+            if self.units[number].has_stray_grads():
+                self._reducer.reduce(self.units[number])
+        self.finalize_open()
+        self._reducer.wait()
+
+    # -- the rest of a step ---------------------------------------------------------------------------------------
+
     def install(self) -> None:
         """Makes every compute weight follow its main weight. **Collective** if a codec is, and once for residency."""
+        self._lenders.clear()
+        self._awaited = 0
         self.rest()
         for unit in self.units:
             for group in unit.groups:
                 group.install()
         self._gatherer.follow_install()
-        self._awaited = 0
-        self._lenders.clear()
+        self._whole = {unit.number for unit in self.units if not unit.needs_gather}
         self.generation += 1
-        if self._has_run:
-            self._residency.decide()
-        known = self._turns.known
-        if self._has_run and known is not self._followed and self.on_order((self.root, *known.forward)):
-            self._followed = known
+        if not self._has_run:
+            return
+        order = self.programs.forward_order()
+        if self._decides_residency:
+            self._decides_residency = False
+            self.programs.keep_resident(int(_USABLE * self.device.free_nbytes()), [unit for unit in order if unit])
+        if order != self._order_taken and self.on_order([self.units[number] for number in order]):
+            self._order_taken = order
 
     def gather_ahead(self) -> None:
         """Starts the gathers that the next forward needs first. **Collective**."""
         self._gatherer.follow()
-        self._refresh_all()
-        self._gatherer.gather(self.root)
-        for unit in self._prefetch.pick(self._turns.coming):
-            self._gatherer.gather(unit)
-            unit.is_ahead = True
+        compiled = self.programs.get(Key(0, torch.is_grad_enabled(), self._phase))
+        if compiled is None:
+            self._gather(0)
+            return
+        for operation in compiled.segments[0]:
+            operation()
 
     def gather_all(self) -> None:
         """Rebuilds every resting weight that is not current. **Collective**."""
         self._gatherer.follow()
         for unit in self.units:
             if not unit.gathers_weights:
-                self._gatherer.gather(unit)
+                self._gather(unit.number)
 
     def release(self) -> None:
-        """Releases gathered weights that are not resident, and shows sharded parameters everywhere."""
+        """Reshards weights that are not resident, and shows sharded parameters everywhere."""
         for unit in self.units:
-            self._end_unit(unit)
+            if unit.number not in self.programs.resident:
+                self._rest_unit(unit)
+            unit.show_sharded()
 
     def rest(self) -> None:
-        """Lets every gathered weight go and shows sharded parameters everywhere."""
-        self.release()
+        """Reshards every weight and shows sharded parameters everywhere."""
         for unit in self.units:
-            self._gatherer.let_go(unit)
+            self._rest_unit(unit)
+            unit.show_sharded()
+
+    def _rest_unit(self, unit: Unit) -> None:
+        if unit.number in self.programs.comes_and_goes:
+            self._whole.discard(unit.number)
+        if unit.number in self._lenders:  # a backward to come reads it
+            self._late.add(unit.number)
+        else:
+            self._late.discard(unit.number)
+            self._gatherer.reshard(unit)
+
+    def settle(self) -> None:
+        """Makes the current stream wait for every gather, reshards and shows sharded parameters."""
+        for unit in self.units:
+            self._gatherer.wait_for(unit)
+        self._used = [0] * len(self._used)
+        self._lenders.clear()
+        self.rest()
+
+
+def _binder(schedule: Schedule) -> Callable[[plan.Op], Callable[[], None]]:
+    """Makes operations callables without arguments, which keep no schedule alive."""
+
+    def bind(op: plan.Op) -> Callable[[], None]:
+        unit = schedule.units[op.unit]
+        operations = {
+            plan.REFRESH: (schedule._gatherer.refresh, unit),
+            plan.GATHER: (functools.partial(Schedule._gather, schedule), op.unit),
+            plan.WAIT: (schedule._gatherer.wait_for, unit),
+            plan.RELEASE: (functools.partial(Schedule._release, schedule), op.unit),
+            plan.DRAIN: (schedule._reducer.drain, unit),
+            plan.REDUCE: (schedule._reducer.reduce, unit),
+            plan.FINALIZE: (functools.partial(Schedule._finalize, schedule), op.unit),
+        }
+        return functools.partial(*operations[op.kind])
+
+    return bind

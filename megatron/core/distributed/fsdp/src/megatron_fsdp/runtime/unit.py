@@ -1,50 +1,21 @@
-"""A module, its groups, its phase."""
+"""A module and the groups of its parameters: what is gathered, resharded and reduced together."""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.machine.device import Event
-from megatron_fsdp.machine.torch_compat import awaits_gradient, storage_id, version_of, versions_of
+from megatron_fsdp.machine.torch_compat import storage_id, version_of, versions_of
 from megatron_fsdp.state.param_group import ParamGroup
 from megatron_fsdp.state.tensor_parallel import local_part
-
-if TYPE_CHECKING:
-    from megatron_fsdp.runtime.calls import Call
-
-
-class Phase(enum.Enum):
-    """Where a unit stands in a step."""
-
-    RESTING = enum.auto()
-    FORWARD = enum.auto()
-    BACKWARD = enum.auto()
-
-    __hash__ = object.__hash__  # an Enum's own is Python
-
-
-#: A forward may run inside backward (recomputation), and a unit may be called again before its backward.
-_LEGAL = frozenset(
-    {
-        (Phase.RESTING, Phase.FORWARD),
-        (Phase.FORWARD, Phase.RESTING),
-        (Phase.FORWARD, Phase.FORWARD),
-        (Phase.FORWARD, Phase.BACKWARD),
-        (Phase.RESTING, Phase.BACKWARD),
-        (Phase.BACKWARD, Phase.BACKWARD),
-        (Phase.BACKWARD, Phase.RESTING),
-        (Phase.RESTING, Phase.RESTING),
-    }
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,14 +68,22 @@ class Unit:
     """Parameters that are gathered, released and reduced together, with the module whose calls say when."""
 
     def __init__(
-        self, fqn: str, module: nn.Module, groups: list[ParamGroup], params: list[ManagedParam], *, is_root: bool
+        self,
+        number: int,
+        fqn: str,
+        module: nn.Module,
+        groups: list[ParamGroup],
+        params: list[ManagedParam],
+        *,
+        is_root: bool,
     ):
+        self.number = number
+        """In the order of registration; the root's is 0."""
         self.fqn = fqn
         self.module = weakref.ref(module)
         self.groups = groups
         self.params = params
         self.is_root = is_root
-        self.phase = Phase.RESTING
         self.trainable = [param.raw for param in params if param.raw.requires_grad]
         self._tensor_parallel = [raw for raw in self.trainable if isinstance(raw, DTensor)]
         self.gather_event: Event | None = None
@@ -117,22 +96,11 @@ class Unit:
         self.gathered_numel = sum(group.layout.size for group in self._gathering)
         """Elements of the weights that are there only while it computes, padding included."""
         self._storages = {storage for group in groups for storage in group.gathered_storages}
-        self._calls: list[weakref.ref[Call]] = []
-        self.open_calls: list[Call | None] = []
-        """Its forwards that have not ended, the innermost one last; None for one outside the root's."""
-        self.is_ahead = False
-        """Gathered before the forward began in which its turn is."""
-        self.joins_backward = bool(self.trainable)
-        """Has a turn in every backward; a frozen unit only after one in which gradients have flowed through it."""
-        self.is_in_backward = False
-        """Gradients flow through it in the backward that runs."""
         self.input_versions: dict[int, int] = {}
         """Version counters of the tensors that the forward in progress was given."""
         self._unwritable = [raw for group in groups if group.loses_writes for raw in group.params]
         self._weight_versions: list[int | None] = []
         """Version counters of those weights when the forward in progress began."""
-        self.is_resident = False
-        """Stays gathered, on all ranks, until the optimizer steps."""
         self.shows_raw = True
         """Modules hold the full parameters."""
 
@@ -166,21 +134,6 @@ class Unit:
         """Every group is readable in full (its gather may still be running)."""
         return all(group.is_unsharded for group in self.groups)
 
-    @property
-    def is_held(self) -> bool:
-        """It will be released before its next turn, which must not be taken yet."""
-        return self.gathers_weights and self.is_unsharded and not self.is_ahead and not self.is_resident
-
-    @property
-    def calls(self) -> list[Call]:
-        """Its forwards inside the root's, in their order, as long as their backward may come."""
-        return [call for call in (ref() for ref in self._calls) if call is not None]
-
-    def note_call(self, call: Call) -> None:
-        """Remembers a forward that has begun."""
-        self._calls = [ref for ref in self._calls if ref() is not None]
-        self._calls.append(weakref.ref(call))
-
     def note_weights(self) -> None:
         """Remembers the weights that a forward must not change."""
         self._weight_versions = versions_of(self._unwritable)
@@ -208,16 +161,6 @@ class Unit:
         local = map(local_part, outputs)
         plain = (tensor for tensor in local if type(tensor) in (torch.Tensor, nn.Parameter))
         return any(storage_id(tensor) in self._storages for tensor in plain if tensor.layout is torch.strided)
-
-    def enter(self, phase: Phase) -> None:
-        """Changes phase.
-
-        Raises:
-            RuntimeError: the move is impossible, so hooks ran in an order that the schedule does not know.
-        """
-        if (self.phase, phase) not in _LEGAL:
-            raise RuntimeError(f"unit {self.label} cannot go from {self.phase.name} to {phase.name}")
-        self.phase = phase
 
     def show_raw(self) -> None:
         """Lets modules see the full parameters."""
@@ -261,10 +204,9 @@ class Unit:
                 if raw.grad is not None and raw.grad.placements != raw.placements:
                     raw.grad = raw.grad.redistribute(placements=raw.placements)
 
-    def awaits_grads(self) -> bool:
-        """The backward that runs now will bring more gradients; False also for parameters that it does not reach."""
-        missing = [raw for raw in self.trainable if raw.grad is None]
-        return any(awaits_gradient(raw) for raw in missing if not getattr(raw, "grad_added_to_main_grad", False))
+    def has_all_grads(self) -> bool:
+        """Autograd has brought a gradient for every parameter in the backward that runs."""
+        return all(raw.grad is not None or getattr(raw, "grad_added_to_main_grad", False) for raw in self.trainable)
 
     @property
     def has_staged_grads(self) -> bool:

@@ -81,9 +81,14 @@ class MainGrad:
         return f"{self._facts.name}.grad"
 
     @property
+    def staged_numel(self) -> int:
+        """Elements of the gradients of one backward that every backward reduces."""
+        return self._facts.layout.size if self._plan.reduces_each_microbatch else 0
+
+    @property
     def staged_nbytes(self) -> int:
-        """Bytes of the gradients of one backward that every backward reduces."""
-        return self._facts.layout.size * self._facts.comm_dtype.itemsize if self._plan.reduces_each_microbatch else 0
+        """Bytes of those."""
+        return self.staged_numel * self._facts.comm_dtype.itemsize
 
     @property
     def lends(self) -> bool:

@@ -1,0 +1,406 @@
+"""The step as data: programs, lists of operations on units, made from recorded passes; and rewrites of them. Pure.
+
+A *pass* is one forward or one backward of the model. While it runs, hooks report *events*: a unit is entered or left,
+the gradient of its output has arrived, it is run again inside backward. The events of a pass are its *trace*. `build`
+turns a trace into a *program*, a straight list of operations with the events as markers between them; the operations
+in front of a marker run when the event is reported. Rewrites (`carry`, `resident`, `prefetch`, `limit_in_flight`) take
+a program and give another one. They keep the order of markers, all-gathers and reductions, so ranks stay in step.
+
+Units are numbers, in the order of registration; the root is unit 0.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+# -- events: what hooks report --
+ENTER = "enter"
+"""A unit's forward begins."""
+EXIT = "exit"
+"""It is over."""
+KEEP = "keep"
+"""The root's forward is over and its backward may come: the root stays gathered. Only recorded, never a marker."""
+GRAD = "grad"
+"""The gradient of a unit's output has arrived: its backward begins."""
+AGAIN = "again"
+"""A unit's forward begins inside backward: activation recomputation."""
+OVER = "over"
+"""The backward of a unit's calls so far is over. Only recorded: in a steady pass the event that shows it follows."""
+EVENTS = (ENTER, EXIT, KEEP, GRAD, AGAIN, OVER)
+#: The unit must be readable from this event on.
+BEGINS = frozenset({ENTER, GRAD, AGAIN})
+_UNMARKED = frozenset({KEEP, OVER})
+
+# -- operations --
+AT = "at"
+"""A marker: what precedes it runs when its event is reported."""
+REFRESH = "refresh"
+"""Starts the all-gather over the outer axis that an optimizer step left to be done."""
+GATHER = "all-gather"
+WAIT = "wait"
+"""The compute stream waits for the unit's all-gather."""
+RELEASE = "reshard"
+"""Frees the gathered weights once the work issued so far has read them."""
+DRAIN = "drain"
+"""The compute stream waits for the unit's reduction, whose staging memory is free then."""
+REDUCE = "reduce-scatter"
+"""Starts the reduction of the unit's gradients of this backward (under strategies 0 and 1 they only accumulate)."""
+FINALIZE = "finalize"
+"""In the last backward of a cycle: starts what is left, over either axis."""
+
+Token = tuple[str, int]
+"""(event, unit)."""
+Trace = tuple[Token, ...]
+
+
+class Op(NamedTuple):
+    """One operation on one unit."""
+
+    kind: str
+    unit: int
+    event: str = ""
+    """Of a marker."""
+
+
+class UnitFacts(NamedTuple):
+    """What scheduling must know of a unit."""
+
+    label: str
+    parent: int | None = None
+    """The innermost unit around it; None: the root itself."""
+    gathers: bool = True
+    """Its weights must be all-gathered, before each use or once after a step."""
+    numel: int = 0
+    """Elements of the weights that are there only while gathered; 0: an all-gather after a step is all."""
+    nbytes: int = 0
+    """Their bytes."""
+    refreshes: bool = False
+    """An optimizer step leaves an all-gather over the outer axis."""
+    reduces: bool = True
+    """It is trained."""
+    staged_numel: int = 0
+    """Elements staged for the reduction of one backward; 0: gradients accumulate where they are reduced."""
+    staged_nbytes: int = 0
+    """Their bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What every rank does in one kind of pass, whatever part of the model it runs."""
+
+    trace: Trace
+    """What it was built from."""
+    ops: tuple[Op, ...]
+    is_spmd: bool = True
+    """All ranks recorded the same trace."""
+
+    def text(self, labels: Sequence[str]) -> str:
+        """One line for each operation: its program counter, and markers at the margin."""
+        width = len(str(len(self.ops)))
+        return "\n".join(
+            f"{pc:{width}}  {op.event} {labels[op.unit]}:"
+            if op.kind == AT
+            else f"{pc:{width}}    {op.kind} {labels[op.unit]}"
+            for pc, op in enumerate(self.ops)
+        )
+
+
+# -- from traces to a program -----------------------------------------------------------------------------------------
+
+
+def union(traces: Iterable[Trace]) -> Trace:
+    """A short common supersequence: a function of the set of traces, so alike on all ranks."""
+    distinct = sorted(set(traces), key=lambda trace: (-len(trace), trace))
+    return functools.reduce(_merged, distinct, ())
+
+
+def _merged(one: Trace, other: Trace) -> Trace:
+    """A shortest common supersequence, by a longest common subsequence. Quadratic; runs when a program is recorded."""
+    if _contains(one, other):
+        return one
+    lengths = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
+    for i in reversed(range(len(one))):
+        below, row = lengths[i + 1], lengths[i]
+        for j in reversed(range(len(other))):
+            row[j] = below[j + 1] + 1 if one[i] == other[j] else max(below[j], row[j + 1])
+    result: list[Token] = []
+    i = j = 0
+    while i < len(one) and j < len(other):
+        takes_one = one[i] == other[j] or lengths[i + 1][j] >= lengths[i][j + 1]
+        result.append(one[i] if takes_one else other[j])
+        i, j = i + takes_one, j + (not takes_one or one[i] == other[j])
+    return (*result, *one[i:], *other[j:])
+
+
+def is_of_backward(trace: Trace) -> bool:
+    """The trace is that of a backward."""
+    return any(event in (GRAD, AGAIN, OVER) for event, _ in trace)
+
+
+def _contains(whole: Trace, part: Trace) -> bool:
+    rest = iter(whole)
+    return all(token in rest for token in part)
+
+
+def completed(trace: Trace, facts: Sequence[UnitFacts], ran: Collection[int] = ()) -> Trace:
+    """`trace` with one use of every unit that no rank has used, where its registered neighbours would place it.
+
+    Args:
+        trace: of a pass of the whole model in which ranks differ.
+        facts: of all units.
+        ran: for a backward, the units that some rank ran in forward: frozen ones among them have no backward.
+    """
+    is_backward = is_of_backward(trace)
+    used = {unit for _, unit in trace}
+    tokens = list(trace)
+    for unit, fact in enumerate(facts):
+        if unit in used or (is_backward and unit in ran and not fact.reduces):
+            continue
+        # Either kind of checkpoint finds its events here.
+        use = (AGAIN, GRAD, AGAIN, OVER) if is_backward else (ENTER, EXIT)
+        place = _place(tokens, unit, facts, is_backward=is_backward)
+        tokens[place:place] = [(event, unit) for event in use]
+        used.add(unit)
+    return tuple(tokens)
+
+
+def _place(tokens: list[Token], unit: int, facts: Sequence[UnitFacts], *, is_backward: bool) -> int:
+    """Behind the last sibling registered before `unit`, or at the parent's begin; in backward the mirror image."""
+    parent = facts[unit].parent
+    siblings = [other for other in reversed(range(unit)) if facts[other].parent == parent]
+    for sibling in siblings:
+        for n, (event, other) in enumerate(tokens):
+            if other == sibling and (is_backward or event == EXIT):
+                return n if is_backward else n + 1
+    if is_backward:
+        over = [n for n, token in enumerate(tokens) if token == (OVER, parent)]
+        return over[-1] if over else len(tokens)
+    return tokens.index((ENTER, parent)) + 1
+
+
+class _Use(NamedTuple):
+    """From the token at `start` to before the one at `stop` a unit must be readable."""
+
+    unit: int
+    start: int
+    stop: int
+
+
+def _uses(trace: Trace) -> list[_Use]:
+    """Every stretch of a trace over which a unit is used, by its begin."""
+    uses: list[_Use] = []
+    begun: dict[int, int] = {}
+    depth: collections.Counter[int] = collections.Counter()
+    kept = {unit for event, unit in trace if event == KEEP}
+    for n, (event, unit) in enumerate(trace):
+        if event in BEGINS:
+            begun.setdefault(unit, n)
+            depth[unit] += 1
+        elif event == EXIT:
+            depth[unit] = max(0, depth[unit] - 1)
+        is_over = event == OVER or (event == EXIT and not depth[unit])
+        if is_over and unit in begun and unit not in kept:
+            uses.append(_Use(unit, begun.pop(unit), n))
+    return sorted(uses + [_Use(unit, start, len(trace)) for unit, start in begun.items()], key=lambda use: use.start)
+
+
+def build(trace: Trace, facts: Sequence[UnitFacts], *, is_spmd: bool = True) -> Program:
+    """The program that does everything in place: all-gather before a use, reshard after it, reduce after the last one.
+
+    What no rank used has a zero gradient on all ranks, and is reduced at the end of backward.
+    """
+    starts, stops = collections.defaultdict(list), collections.defaultdict(list)
+    for use in _uses(trace):
+        starts[use.start].append(use.unit)
+        stops[use.stop].append(use.unit)
+    last_over = {unit: n for n, (event, unit) in enumerate(trace) if event == OVER}
+    is_backward = is_of_backward(trace)
+    kept = {unit for event, unit in trace if event == KEEP}
+    order = dict.fromkeys(unit for _, unit in trace)
+    ops = [] if is_backward else [Op(REFRESH, unit) for unit in order if facts[unit].refreshes]
+    for n, (event, unit) in enumerate((*trace, (OVER, -1))):
+        ops += [Op(RELEASE, u) for u in stops[n] if facts[u].numel and not (u in kept and n == len(trace))]
+        if last_over.get(unit) == n and facts[unit].reduces:
+            ops += [Op(REDUCE, unit), Op(FINALIZE, unit)]
+        for begun in starts[n]:
+            if facts[begun].gathers:
+                ops += [Op(GATHER, begun), Op(WAIT, begun)]
+        ops += [Op(AT, unit, event)] if event not in _UNMARKED else []
+    if is_backward:
+        rest = [unit for unit, fact in enumerate(facts) if fact.reduces and unit not in last_over]
+        ops += [op for unit in rest for op in (Op(REDUCE, unit), Op(FINALIZE, unit))]
+    return Program(trace, tuple(ops), is_spmd)
+
+
+# -- rewrites ---------------------------------------------------------------------------------------------------------
+
+
+def carry(forward: Program, backward: Program) -> Program:
+    """`forward` without the reshards at its end of what `backward` gathers first: that goes over as it is.
+
+    Both in place. An all-gather of a unit that is gathered already does nothing, so `backward` stays as it is.
+    """
+    last = max((n for n, op in enumerate(forward.ops) if op.kind == GATHER), default=-1)
+    released = {op.unit for op in forward.ops[last + 1 :] if op.kind == RELEASE}
+    carried = set()
+    for op in backward.ops:
+        if op.kind == GATHER and op.unit in released:
+            carried.add(op.unit)
+        elif op.kind == GATHER and op.unit != 0:
+            break
+        elif op.kind == RELEASE:
+            break
+    ops = (op for n, op in enumerate(forward.ops) if not (n > last and op.kind == RELEASE and op.unit in carried))
+    return dataclasses.replace(forward, ops=tuple(ops))
+
+
+def resident(program: Program, kept: Collection[int]) -> Program:
+    """`program` without the reshards of units that stay gathered until the optimizer steps."""
+    return dataclasses.replace(
+        program, ops=tuple(op for op in program.ops if not (op.kind == RELEASE and op.unit in kept))
+    )
+
+
+def choose_resident(order: Sequence[int], facts: Sequence[UnitFacts], budget_nbytes: int) -> frozenset[int]:
+    """The units that stay gathered within a budget.
+
+    The last ones of the forward come first: backward needs them at once, with nothing to hide their gathers behind.
+    """
+    kept: set[int] = set()
+    for unit in reversed(order):
+        if 0 < facts[unit].nbytes <= budget_nbytes and unit not in kept:
+            kept.add(unit)
+            budget_nbytes -= facts[unit].nbytes
+    return frozenset(kept)
+
+
+class Ahead(NamedTuple):
+    """How far all-gathers run ahead of their use."""
+
+    depth: int
+    """Units, where `numel` does not decide."""
+    numel: int | None = None
+    """Elements, however many units they are; a unit that would pass it is not prefetched."""
+    most: int | None = None
+    """Units, whatever else decides: they have no more buffers."""
+
+    def allows(self, units: int, numel: int) -> bool:
+        """So many units, of so many elements together, may be gathered ahead."""
+        if self.most is not None and units > self.most:
+            return False
+        return units <= self.depth if self.numel is None else numel <= self.numel
+
+
+def prefetch(program: Program, ahead: Ahead, facts: Sequence[UnitFacts]) -> Program:
+    """`program` with its all-gathers earlier, each in front of the begin of an earlier use, as far as `ahead` allows.
+
+    No all-gather passes another one, or a reshard of its own unit; at an event it follows the reshards.
+    """
+    ops = list(program.ops)
+    for i, gather in enumerate(ops):
+        if gather.kind != GATHER:
+            continue
+        place = n = i
+        coming = {gather.unit}
+        while n > 0 and ahead.allows(len(coming), sum(facts[unit].numel for unit in coming)):
+            n -= 1
+            before = ops[n]
+            if before.kind == GATHER or (before.kind == RELEASE and before.unit == gather.unit):
+                break
+            if before.kind == AT and before.event in BEGINS:
+                place = n
+                coming.add(before.unit)
+        ops.insert(place, ops.pop(i))
+    return dataclasses.replace(program, ops=tuple(ops))
+
+
+class InFlight(NamedTuple):
+    """How much may be staged for reductions at a time."""
+
+    most: int
+    """Units, where `numel` does not decide, and with `is_strict` always."""
+    numel: int | None = None
+    """Elements; one reduction is always let through."""
+    is_strict: bool = False
+    """There are no more buffers."""
+
+    def is_full(self, staged: Collection[int], numel: int) -> bool:
+        """With reductions of these `staged` sizes on their way, one of `numel` more elements must wait."""
+        if not staged:
+            return False
+        if self.numel is None or (self.is_strict and len(staged) >= self.most):
+            return len(staged) >= self.most
+        return numel + sum(staged) > self.numel
+
+
+def limit_in_flight(program: Program, limit: InFlight, facts: Sequence[UnitFacts]) -> Program:
+    """`program` with drains of the oldest reductions in front of those that would pass the limit."""
+    ops: list[Op] = []
+    flying: dict[int, int] = {}
+    for op in program.ops:
+        if op.kind == REDUCE and facts[op.unit].staged_numel:
+            numel = facts[op.unit].staged_numel
+            while limit.is_full(flying.values(), numel):
+                oldest = next(iter(flying))
+                del flying[oldest]
+                ops.append(Op(DRAIN, oldest))
+            flying[op.unit] = numel
+        ops.append(op)
+    return dataclasses.replace(program, ops=tuple(ops))
+
+
+# -- simulation -------------------------------------------------------------------------------------------------------
+
+
+class Peak(NamedTuple):
+    """The most memory for communication in a pass, in bytes, and the program counters where it is reached."""
+
+    weights: int
+    weights_pc: int
+    grads: int
+    grads_pc: int
+
+
+def simulate(
+    program: Program, facts: Sequence[UnitFacts], gathered: Collection[int] = ()
+) -> tuple[Peak, frozenset[int]]:
+    """Walks a program as a rank that runs all of it would.
+
+    Args:
+        program: of any pass.
+        facts: of all units.
+        gathered: units that are gathered when the pass begins.
+
+    Returns:
+        The peaks, and the units that are gathered when it is over.
+
+    Raises:
+        AssertionError: a unit is used while it is not gathered, reduced twice, or more is drained than in flight.
+    """
+    whole, flying, reduced = set(gathered), {}, set()
+    peak = Peak(0, 0, 0, 0)
+    for pc, op in enumerate(program.ops):
+        fact = facts[op.unit]
+        if op.kind == GATHER:
+            whole.add(op.unit)
+        elif op.kind == RELEASE:
+            assert op.unit in whole, f"{pc}: {fact.label} is resharded twice"
+            whole.discard(op.unit)
+        elif op.kind == WAIT or (op.kind == AT and op.event in BEGINS):
+            assert op.unit in whole or not fact.numel, f"{pc}: {fact.label} is not gathered"
+        elif op.kind == REDUCE:
+            assert op.unit not in reduced, f"{pc}: {fact.label} is reduced twice"
+            reduced.add(op.unit)
+            flying[op.unit] = fact.staged_nbytes
+        elif op.kind == DRAIN:
+            del flying[op.unit]
+        weights, grads = sum(facts[unit].nbytes for unit in whole), sum(flying.values())
+        if weights > peak.weights:
+            peak = peak._replace(weights=weights, weights_pc=pc)
+        if grads > peak.grads:
+            peak = peak._replace(grads=grads, grads_pc=pc)
+    return peak, frozenset(unit for unit in whole if facts[unit].numel)
