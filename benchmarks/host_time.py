@@ -47,7 +47,7 @@ PARTS = {
     "event waits": (Gatherer, ("_wait_for",)),
     "reductions": (Reducer, ("reduce", "wait")),
     "view swaps": (Unit, ("show_raw", "show_sharded")),
-    "checks": (Unit, ("note_weights", "check_weights", "lends", "awaits_grads")),
+    "checks": (Unit, ("lends", "awaits_grads")),
 }
 """What --parts counts: name -> (class, methods)."""
 

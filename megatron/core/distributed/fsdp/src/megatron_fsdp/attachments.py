@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from megatron_fsdp.checkpoint import StateDictHooks
+from megatron_fsdp.diagnostics.forward_guard import ForwardGuard
 from megatron_fsdp.diagnostics.refusals import refuse_hooks, refuse_moves
 from megatron_fsdp.runtime.hooks import install_hooks
 from megatron_fsdp.runtime.schedule import Schedule
-from megatron_fsdp.runtime.structure import Structure
 
 
 def attach(root: nn.Module, schedule: Schedule, owner: Callable[[], Any]) -> StateDictHooks:
@@ -29,8 +29,7 @@ def attach(root: nn.Module, schedule: Schedule, owner: Callable[[], Any]) -> Sta
         param.raw.__fsdp_param__ = True  # read by megatron-core
         refuse_hooks(param.sharded, param.fqn)
     refuse_moves(root, owner)
-    schedule.before_forward = Structure(root, schedule.units).check
-    install_hooks(schedule)
+    install_hooks(schedule, ForwardGuard(schedule, is_strict=schedule.config.is_strict))
     state_dict_hooks = StateDictHooks(schedule)
     state_dict_hooks.install(root)
     return state_dict_hooks

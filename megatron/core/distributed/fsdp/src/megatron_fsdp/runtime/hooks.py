@@ -9,7 +9,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,15 +20,27 @@ from megatron_fsdp.runtime import linear_grads
 from megatron_fsdp.runtime.calls import Call
 from megatron_fsdp.runtime.moment import check_not_taken, end_interrupted_forward
 from megatron_fsdp.runtime.schedule import Schedule
-from megatron_fsdp.runtime.stray_reads import explain
 from megatron_fsdp.runtime.unit import Phase, Unit
 
 
-def install_hooks(schedule: Schedule) -> list[torch.utils.hooks.RemovableHandle]:
+class Guard(Protocol):
+    """What looks for mistakes around forwards of the whole model."""
+
+    is_active: bool
+    """The next forward is to be checked."""
+
+    def check(self) -> None:
+        """Called when a forward begins, before it communicates; raises if the model is not what was sharded."""
+
+    def explain(self, error: BaseException) -> None:
+        """Called with what a forward has raised, while units are as they were when it did."""
+
+
+def install_hooks(schedule: Schedule, guard: Guard) -> list[torch.utils.hooks.RemovableHandle]:
     """Hooks every unit's module. Hooks hold the schedule weakly: user modules do not own it."""
     handles = []
     for unit in schedule.units:
-        hooks = _UnitHooks(weakref.ref(schedule), weakref.ref(unit))
+        hooks = _UnitHooks(weakref.ref(schedule), weakref.ref(unit), guard)
         module = unit.module()
         handles.append(module.register_forward_pre_hook(hooks.pre_forward, prepend=True))
         handles.append(module.register_forward_hook(hooks.post_forward, with_kwargs=True))
@@ -44,6 +56,7 @@ class _UnitHooks:
 
     schedule: weakref.ref[Schedule]
     unit: weakref.ref[Unit]
+    guard: Guard
 
     def __deepcopy__(self, memo: dict) -> _UnitHooks:
         raise NotImplementedError(
@@ -54,22 +67,20 @@ class _UnitHooks:
     def pre_forward(self, module: nn.Module, args: tuple) -> None:
         schedule, unit = self._alive()
         check_not_taken(schedule, "a forward")
-        if unit.is_root and not in_backward():
-            schedule.before_forward()
+        if unit.is_root and self.guard.is_active and not in_backward():
+            self.guard.check()
         if torch.is_grad_enabled():
             unit.input_versions = {id(value): version_of(value) for value in args if isinstance(value, torch.Tensor)}
         if in_backward():
             schedule.recompute_forward(unit)
         else:
             schedule.pre_forward(unit)
-        unit.note_weights()
         schedule.watch.enter(unit)
 
     @uncompiled
     def post_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         schedule, unit = self._alive()
         schedule.watch.leave()
-        unit.check_weights()
         call = unit.open_calls.pop() if unit.open_calls else None
         tensors = list(tensors_in(output))
         awaits_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -89,7 +100,7 @@ class _UnitHooks:
         if schedule is not None and schedule.in_forward:
             error = sys.exc_info()[1]
             if error is not None:
-                explain(error, schedule.units)
+                self.guard.explain(error)
             end_interrupted_forward(schedule)
 
     def pre_backward(self, generation: int, call: Call | None, grad: torch.Tensor) -> None:

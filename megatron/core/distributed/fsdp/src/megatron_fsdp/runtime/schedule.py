@@ -79,8 +79,6 @@ class Schedule:
         """Some backward is over: memory has been used as it will be."""
         self.taken_by: str | None = None
         """What shows parameters of its own in place of the schedule's; until it ends, no forward can run."""
-        self.before_forward: Callable[[], None] = lambda: None
-        """Called when a forward of the whole model begins, before it communicates."""
         self.before_gradients: Callable[[], Callable[[], None] | None] = lambda: None
         """Gives what is called before the gradients of a backward join those that are there."""
         self.on_order: Callable[[Sequence[Unit]], bool] = lambda units: True
