@@ -98,7 +98,8 @@ class ForwardGuard:
                 )
             if now != was:
                 written.append(param.fqn)
-        if written and schedule.generation == generation:
+        is_by_contract = schedule.generation != generation or schedule.lost_weights is not None
+        if written and not is_by_contract:
             logger.warning(
                 "%s were written to, perhaps with equal values, and nothing was installed since: forwards may compute "
                 "with older values. Call install_optimized_model_weights() after changing parameters by hand, and step "

@@ -67,6 +67,12 @@ class _UnitHooks:
     def pre_forward(self, module: nn.Module, args: tuple) -> None:
         schedule, unit = self._alive()
         check_not_taken(schedule, "a forward")
+        if schedule.lost_weights:
+            raise RuntimeError(
+                "step(install_optimized_model_weights=False) has overwritten what this forward would compute with: of "
+                f"{', '.join(schedule.lost_weights)} no values are kept beside the main weights. Call "
+                "install_optimized_model_weights() before the next forward."
+            )
         if unit.is_root and self.guard.is_active and not in_backward():
             self.guard.check()
         if torch.is_grad_enabled():

@@ -71,7 +71,9 @@ class Schedule:
         self._reduces_early = True
         """Gradients have been complete when their unit was left behind. If not, reductions wait for backward's end."""
         self.generation = 0
-        """Counts installs: a backward belongs to the weights of its forward."""
+        """Counts changes of compute weights: a backward belongs to the weights of its forward."""
+        self.lost_weights: list[str] | None = None
+        """Parameters whose installed values a step without install has overwritten; None: no such step since."""
         self.model_auto_sync = False
         self.is_last_microbatch = True
         self.microbatch_count = 0
@@ -363,7 +365,7 @@ class Schedule:
         self._gatherer.follow_install()
         self._awaited = 0
         self._lenders.clear()
-        self.generation += 1
+        self.generation, self.lost_weights = self.generation + 1, None
         if self._has_run:
             self._residency.decide()
         known = self._turns.known

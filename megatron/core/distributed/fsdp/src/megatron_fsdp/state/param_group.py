@@ -196,6 +196,11 @@ class ParamGroup:
         """The resting weight holds what was installed last."""
         return self._is_fresh
 
+    @property
+    def keeps_installed(self) -> bool:
+        """Compute weights have memory of their own: they stay what was installed while the main weight changes."""
+        return not (self._shares_main or self._casts_on_the_way)
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Makes the resting weight hold what was installed last. **Collective** unless `is_fresh`."""
