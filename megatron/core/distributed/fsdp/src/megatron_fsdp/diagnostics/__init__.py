@@ -1,1 +1,1 @@
-"""Layer 4: what looks for mistakes and tells what happens. Nothing here may change a number."""
+"""Layer 4: guards and reports, which find mistakes and tell what happens. Nothing here may change a number."""
