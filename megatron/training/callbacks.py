@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron.training.evaluate import Evaluation
 from megatron.training.state import Run
 from megatron.training.step import StepResult
-from megatron_fsdp.overlap_report import OverlapReport
+from megatron_fsdp.diagnostics.overlap_report import OverlapReport
 
 logger = logging.getLogger(__name__)
 

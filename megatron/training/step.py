@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.training.data import DataStream
 from megatron.training.launch import RunError
 from megatron.training.state import Run
-from megatron_fsdp.nan_report import NonFiniteGradientError
+from megatron_fsdp.diagnostics.nan_report import NonFiniteGradientError
 
 LOSS = "lm loss"
 """What a task's report calls the loss."""

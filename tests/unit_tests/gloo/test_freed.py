@@ -127,3 +127,19 @@ def job() -> dict[str, list[str]]:
 def test_a_deleted_model_is_freed_at_once_after_anything(ranks2: RankPool) -> None:
     for left in ranks2.run(job):
         assert {use: names for use, names in left.items() if names} == {}
+
+
+def keep_module() -> list[str]:
+    """What of the engine is left when the sharded model goes and the user's own module stays."""
+    module = TinyMLP()
+    model = shard(module, Sharding(units=(MLPBlock,)))
+    model(torch.ones(2, 6)).sum().backward()
+    parts = {"schedule": model._schedule, "unit": model._schedule.units[0], "group": model._schedule.units[0].groups[0]}
+    refs = {name: weakref.ref(part) for name, part in parts.items()}
+    del model, parts
+    gc.collect()
+    return [name for name, ref in refs.items() if ref() is not None]
+
+
+def test_the_users_module_does_not_own_the_engine(ranks2: RankPool) -> None:
+    assert ranks2.run(keep_module) == [[], []]

@@ -1,7 +1,10 @@
 """Plausible uses that once gave a silent wrong result, crashed or hung."""
 
+import contextlib
 import copy
 import math
+import re
+import unittest
 
 import pytest
 import torch
@@ -117,49 +120,27 @@ def test_a_backward_belongs_to_the_weights_of_its_forward(ranks2: RankPool) -> N
     ranks2.run_expecting(RuntimeError, "have changed since its forward", step_between_forward_and_backward)
 
 
-def step_unseen(options: dict[str, object], kind: dict[str, bool], installs: bool) -> None:
-    """Two steps of an optimizer that the model does not know, made from its parameters."""
-    torch.manual_seed(0)
-    model = fully_shard_model(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), fsdp_unit_modules=[nn.Linear], **options)
-    optimizer = torch.optim.AdamW(model.parameters(), **kind)
-    for _ in range(2):
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        model.zero_grad()
-        if installs:
+def write_by_hand(options: dict[str, object], how: str) -> list[str]:
+    """What is logged about values that are written between two forwards, and not installed."""
+    model, _ = sharded(**options)
+    with contextlib.suppress(AssertionError), unittest.TestCase().assertLogs("megatron_fsdp.diagnostics") as logs:
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+            for param in model.module[0].parameters():
+                (param if how == "DTensor" else param.to_local()).mul_(1.0)
+            model(torch.ones(2, 4))
             model.install_optimized_model_weights()
+            model(torch.ones(2, 4))
+    return [record.getMessage() for record in logs.records]
 
 
-UNSEEN = [
-    ({"zero_dp_strategy": 1}, {}),
-    ({"zero_dp_strategy": 2}, {"fused": True}),
-    ({"zero_dp_strategy": 2}, {"foreach": True}),
-    ({"zero_dp_strategy": 0, "mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=torch.float64)}, {}),
-]
-OTHER_VALUES = "^0.weight, 0.bias of unit 0 have other values .* fully_shard_optimizer.*install_optimized_model_weights"
-
-
-def test_a_step_that_the_model_does_not_see_is_refused(ranks2: RankPool) -> None:
-    """Compute weights would stay what they were, for ever."""
-    for options, kind in UNSEEN:
-        ranks2.run_expecting(RuntimeError, OTHER_VALUES, step_unseen, options, kind, False)
-        ranks2.run(step_unseen, options, kind, True)
-    ranks2.run(step_unseen, {"zero_dp_strategy": 3}, {}, False)  # Gathers read what is there.
-
-
-def write_under_resident_weights(how: str) -> None:
-    """Weights that stay gathered between two forwards are changed by hand."""
-    model, _ = sharded(residency_bytes=1000)
-    with torch.no_grad():
-        model(torch.ones(2, 4))
-        for param in model.parameters():
-            (param if how == "DTensor" else param.to_local()).mul_(2.0)
-        model(torch.ones(2, 4))
-
-
-def test_values_that_resident_weights_do_not_follow_are_refused(ranks2: RankPool) -> None:
-    for how in ("DTensor", "its local tensor"):
-        ranks2.run_expecting(RuntimeError, OTHER_VALUES, write_under_resident_weights, how)
+def test_what_is_written_by_hand_and_not_installed_is_a_warning(ranks2: RankPool) -> None:
+    """Not an error: the values may be those that were there."""
+    for options in ({"strategy": 1}, {"strategy": 3, "residency_bytes": 1000}):
+        for how in ("DTensor", "its local tensor"):
+            for (message,) in ranks2.run(write_by_hand, options, how):
+                assert re.match("0.weight, 0.bias were written to, perhaps with equal values, and nothing was", message)
+                assert "Call install_optimized_model_weights()" in message
 
 
 class Residual(nn.Module):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_fsdp import FSDPDistributedIndex, MegatronFSDP
 from megatron_fsdp.config import DistributedDataParallelConfig, MixedPrecisionPolicy
-from megatron_fsdp.nan_report import NanReport, NonFiniteGradientError
+from megatron_fsdp.diagnostics.nan_report import NanReport, NonFiniteGradientError
 from tests.unit_tests.harness.communication import collectives_heard
 from tests.unit_tests.harness.models import MLPBlock, TinyMLP
 from tests.unit_tests.harness.rank_pool import RankPool

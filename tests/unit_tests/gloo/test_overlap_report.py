@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from megatron_fsdp import MegatronFSDP
+from megatron_fsdp.diagnostics.overlap_report import OverlapReport, Times, folded
 from megatron_fsdp.machine.device import Device, HostMoment, PeakMemory
-from megatron_fsdp.overlap_report import OverlapReport, Times, folded
 from megatron_fsdp.runtime.watch import Kind, Watch
 from megatron_fsdp.state.main_grad import MainGrad
 from megatron_fsdp.state.param_group import ParamGroup

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[3] / "benchmarks/report_cost.py"
 
 def measured() -> tuple[dict[str, Any], int]:
     """The result, and how many reports were opened."""
-    from megatron_fsdp.overlap_report import OverlapReport
+    from megatron_fsdp.diagnostics.overlap_report import OverlapReport
 
     spec = importlib.util.spec_from_file_location("report_cost", SCRIPT)
     script = importlib.util.module_from_spec(spec)

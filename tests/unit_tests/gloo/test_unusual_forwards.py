@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from megatron_fsdp.machine.torch_compat import versions_of
+from megatron_fsdp.machine.torch_compat import version_of
 from tests.unit_tests.harness.models import MLPBlock, TinyMLP
 from tests.unit_tests.harness.rank_pool import RankPool
 from tests.unit_tests.harness.sharded import Sharding, shard
@@ -24,11 +24,12 @@ class Clamping(nn.Module):
 
 def change_weights_in_forward(strategy: int, dtype: torch.dtype) -> None:
     model = shard(nn.Sequential(Clamping(), Clamping()).to(dtype), Sharding(strategy=strategy, units=(Clamping,)))
-    model(torch.ones(2, 4, dtype=dtype))
+    for _ in range(2):
+        model(torch.ones(2, 4, dtype=dtype))
 
 
 def test_weights_that_forward_changes_are_named_where_the_change_would_be_lost(ranks2: RankPool) -> None:
-    message = "unit 0 has changed 0.linear.weight in place, which would be lost"
+    message = "forward of unit 0 has changed 0.linear.weight in place, which is lost"
     for strategy, dtype in ((3, torch.float32), (2, torch.bfloat16)):
         ranks2.run_expecting(RuntimeError, message, change_weights_in_forward, strategy, dtype)
     ranks2.run(change_weights_in_forward, 2, torch.float32)
@@ -38,7 +39,7 @@ def test_tensors_that_do_not_count_their_changes_have_no_version() -> None:
     counting = torch.zeros(1).add_(1)
     with torch.inference_mode():
         silent = torch.zeros(1).add_(1)
-    assert versions_of([counting, silent]) == [1, None] and versions_of([counting]) == [1]
+    assert [version_of(counting), version_of(silent)] == [1, None]
 
 
 def compile_all_ways() -> None:

@@ -238,6 +238,8 @@ class EngineConfig:
     """Bytes for weights that stay gathered through a step; None: what the first step leaves free."""
     gathers_by_copies: bool = False
     """Over the inner axis ranks copy weights out of each other's memory."""
+    is_strict: bool = False
+    """Every forward is checked for mistakes, not the first ones only."""
 
     @property
     def strategy_label(self) -> str:
@@ -334,6 +336,7 @@ def resolve(
         buffers=buffer_policy(config),
         residency_nbytes=_residency_nbytes(config),
         gathers_by_copies=_gathers_by_copies(config, inner),
+        is_strict=os.environ.get("MEGATRON_FSDP_STRICT", "0") not in ("", "0"),
     )
 
 

@@ -307,5 +307,4 @@ def make_sharded_param(param: ManagedParam, group: ParamGroup, slot: int, index:
     sharded.megatron_fsdp_slice = spec.flat_slice
     sharded.megatron_fsdp_dist_index = index
     sharded.megatron_fsdp_spec = spec
-    group.watch(sharded)
     return sharded

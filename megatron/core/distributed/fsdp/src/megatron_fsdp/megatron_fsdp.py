@@ -14,30 +14,27 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.arguments import check_arguments
-from megatron_fsdp.checkpoint import StateDictHooks, names_inner_module
+from megatron_fsdp.attachments import attach
+from megatron_fsdp.checkpoint import names_inner_module
 from megatron_fsdp.config import DEFAULT_POLICY, DistributedDataParallelConfig, MixedPrecisionPolicy, default_config
+from megatron_fsdp.diagnostics.nan_report import NanReport, NonFiniteGradientError
+from megatron_fsdp.diagnostics.overlap_report import OverlapReport
+from megatron_fsdp.diagnostics.summary import build_summary
 from megatron_fsdp.dtensor import make_sharded_param, tensor_parallel_group
 from megatron_fsdp.full_params import full_params
 from megatron_fsdp.full_state_dict import check_is_whole, full_state_dict, whole_shards
 from megatron_fsdp.grad_norm import clip_grad_norm
-from megatron_fsdp.inner_apply import InnerApply
 from megatron_fsdp.machine.allocator import ResizePool, StoragePool
 from megatron_fsdp.machine.device import Device
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
-from megatron_fsdp.nan_report import NanReport, NonFiniteGradientError
 from megatron_fsdp.optimizer import owner_reference
-from megatron_fsdp.overlap_report import OverlapReport
 from megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_fsdp.plan.strategy import Placement
-from megatron_fsdp.refused_hooks import refuse_hooks
 from megatron_fsdp.runtime.build import BuildRequest, build_units, grad_scales
 from megatron_fsdp.runtime.discovery import UnitPlan
-from megatron_fsdp.runtime.hooks import install_hooks
 from megatron_fsdp.runtime.moment import check_idle, check_not_taken, showing_sharded
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.storage import make_pool, prepare
-from megatron_fsdp.runtime.structure import Structure
-from megatron_fsdp.summary import build_summary
 from megatron_fsdp.tensor_parallel_checks import check_replicas, check_tensor_parallel
 
 logger = logging.getLogger(__name__)
@@ -134,29 +131,22 @@ class MegatronFSDP(nn.Module):
         self.module, config = request.module, self.config_resolved
         schedule = self._schedule = Schedule(units, config, machine, grad_scales(self.dist_index, config))
         prepare(request.pool, schedule)
-        owner = owner_reference(self)
         for unit in units:
             by_raw = {id(param.raw): param for param in unit.params}
             for group in unit.groups:
                 for slot, raw in enumerate(group.params):
                     param = by_raw[id(raw)]
                     param.sharded = make_sharded_param(param, group, slot, self.dist_index)
-                    param.sharded._megatron_fsdp_owner = owner
-                    refuse_hooks(param.sharded, param.fqn)
-                    raw.__fsdp_param__ = True
                     raw.grad = None  # what the unsharded model left, out of reach now, would be added to
             unit.show_sharded()
         check_replicas({param.fqn: param.sharded for unit in units for param in unit.params})
         self.param_and_grad_buffer = ParamAndGradBuffer(
             schedule, request.pool, use_decoupled_grad=config.use_decoupled_grad
         )
+        owner = owner_reference(self)
         schedule.on_auto_sync = lambda: owner().finish_grad_sync()  # keeps no model alive
         self._nan_report = NanReport.wanted(schedule, self.dist_index, config)
-        schedule.before_forward = Structure(self.module, units).check
-        self.module._apply = InnerApply(self.module, owner)
-        self._hooks = install_hooks(schedule)
-        self.state_dict_hooks = StateDictHooks(schedule)
-        self.state_dict_hooks.install(self.module)
+        self.state_dict_hooks = attach(self.module, schedule, owner)
         machine.empty_cache()
         if dist.get_rank() == 0:
             logger.info("%s", build_summary(schedule, config, request.pool))

@@ -21,7 +21,7 @@ from megatron_fsdp.owner_step import (
     step_as_owner,
     whole_kind,
 )
-from megatron_fsdp.runtime.moment import check_not_taken
+from megatron_fsdp.runtime.moment import check_not_taken, note_uninstalled_step
 from megatron_fsdp.state.param_tags import is_no_shard
 
 _MARK = "_megatron_fsdp_optimizer"
@@ -42,10 +42,10 @@ def fully_shard_optimizer(
 
     `step` gains `sync_grad_before_optimizer_step=True` (waits for gradient reductions and attaches gradients, unless
     the model does so by itself) and `install_optimized_model_weights=True`; `zero_grad` gains `zero_grad_buffer=True`.
-    All ranks must call both. Without the install, the next forward raises until `install_optimized_model_weights()`;
-    under strategy 3, which gathers the main weights themselves, it sees the step. `zero_grad` drops the gradients of
-    the optimizer's own parameters. `load_state_dict` takes full tensors too. Calling this again changes
-    nothing.
+    All ranks must call both. Without the install, forwards compute with the values from before the step until
+    `install_optimized_model_weights()`; where none are kept beside the main weights, the next forward raises.
+    `zero_grad` drops the gradients of the optimizer's own parameters. `load_state_dict` takes full tensors too. Calling
+    this again changes nothing.
 
     Args:
         optimizer: any torch optimizer that updates element by element; or Muon, SOAP, Shampoo or Adafactor over
@@ -213,6 +213,8 @@ def _wrap_step(optimizer: torch.optim.Optimizer, model: Any) -> None:
             unmarked = count_unmarked(self)  # what does not lie like its parameter
         if install_optimized_model_weights:
             model.install_optimized_model_weights()
+        else:
+            note_uninstalled_step(model._schedule, _params_of(self))
         return result
 
     _bind(optimizer, "step", step, base)

@@ -13,7 +13,6 @@ from megatron_fsdp.machine.allocator import StoragePool
 from megatron_fsdp.machine.torch_compat import foreach_copy_, in_backward, local_tensor
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.storage import register_late
-from megatron_fsdp.runtime.structure import check_frozenness
 from megatron_fsdp.runtime.unit import ManagedParam
 from megatron_fsdp.state.flat_buffer import Span
 from megatron_fsdp.state.main_grad import GradState
@@ -67,12 +66,7 @@ class ParamAndGradBuffer:
 
     @torch.no_grad()
     def update_main_grads(self) -> None:
-        """Attaches every finalized gradient to its sharded parameter, on every rank; others get None.
-
-        Raises:
-            RuntimeError: a parameter has been frozen or unfrozen since it was sharded.
-        """
-        check_frozenness(self.managed_params)
+        """Attaches every finalized gradient to its sharded parameter, on every rank; others get None."""
         self._schedule.wait_for_reductions()
         self.forget_dropped()
         for group, members in self._trained_groups():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,14 +77,6 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 def version_of(value: object) -> int | None:
     """How often a tensor has been changed in place; None for what does not count (torch 1.0 to 2.13)."""
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
-
-
-def versions_of(tensors: Iterable[torch.Tensor]) -> list[int | None]:
-    """`version_of` each: one call for all weights of a unit, before and after each of its forwards."""
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:  # an inference tensor among them does not count; to ask each takes as long again
-        return [version_of(tensor) for tensor in tensors]
 
 
 def premul_sum(factor: float) -> dist.ReduceOp:

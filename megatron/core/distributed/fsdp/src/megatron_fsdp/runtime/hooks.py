@@ -9,7 +9,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,15 +19,27 @@ from megatron_fsdp.machine.torch_compat import in_backward, uncompiled, version_
 from megatron_fsdp.runtime import linear_grads
 from megatron_fsdp.runtime.moment import check_not_taken
 from megatron_fsdp.runtime.schedule import Call, Schedule
-from megatron_fsdp.runtime.stray_reads import explain
 from megatron_fsdp.runtime.unit import Unit
 
 
-def install_hooks(schedule: Schedule) -> list[torch.utils.hooks.RemovableHandle]:
+class Guard(Protocol):
+    """What looks for mistakes around forwards of the whole model."""
+
+    is_active: bool
+    """The next forward is to be checked."""
+
+    def check(self) -> None:
+        """Called when a forward begins, before it communicates; raises if the model is not what was sharded."""
+
+    def explain(self, error: BaseException) -> None:
+        """Called with what a forward has raised, while units are as they were when it did."""
+
+
+def install_hooks(schedule: Schedule, guard: Guard) -> list[torch.utils.hooks.RemovableHandle]:
     """Hooks every unit's module. Hooks hold the schedule weakly: user modules do not own it."""
     handles = []
     for unit in schedule.units:
-        hooks = _UnitHooks(weakref.ref(schedule), weakref.ref(unit))
+        hooks = _UnitHooks(weakref.ref(schedule), weakref.ref(unit), guard)
         module = unit.module()
         handles.append(module.register_forward_pre_hook(hooks.pre_forward, prepend=True))
         handles.append(module.register_forward_hook(hooks.post_forward, with_kwargs=True))
@@ -43,6 +55,7 @@ class _UnitHooks:
 
     schedule: weakref.ref[Schedule]
     unit: weakref.ref[Unit]
+    guard: Guard
 
     def __deepcopy__(self, memo: dict) -> _UnitHooks:
         raise NotImplementedError(
@@ -53,22 +66,26 @@ class _UnitHooks:
     def pre_forward(self, module: nn.Module, args: tuple) -> None:
         schedule, unit = self._alive()
         check_not_taken(schedule, "a forward")
-        if unit.is_root and not in_backward():
-            schedule.before_forward()
+        if schedule.lost_weights:
+            raise RuntimeError(
+                "step(install_optimized_model_weights=False) has overwritten what this forward would compute with: of "
+                f"{', '.join(schedule.lost_weights)} no values are kept beside the main weights. Call "
+                "install_optimized_model_weights() before the next forward."
+            )
+        if unit.is_root and self.guard.is_active and not in_backward():
+            self.guard.check()
         if torch.is_grad_enabled():
             unit.input_versions = {id(value): version_of(value) for value in args if isinstance(value, torch.Tensor)}
         if in_backward():
             schedule.recompute(unit)
         else:
             schedule.enter(unit)
-        unit.note_weights()
         schedule.watch.enter(unit)
 
     @uncompiled
     def post_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         schedule, unit = self._alive()
         schedule.watch.leave()
-        unit.check_weights()
         call = schedule.returned(unit)
         tensors = list(tensors_in(output))
         awaits_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -88,7 +105,7 @@ class _UnitHooks:
         if schedule is not None and schedule.in_forward:
             error = sys.exc_info()[1]
             if error is not None:
-                explain(error, schedule.units)
+                self.guard.explain(error)
             schedule.abort_forward()
 
     def pre_backward(self, call: Call, grad: torch.Tensor) -> None:

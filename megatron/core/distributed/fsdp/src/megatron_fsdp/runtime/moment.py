@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 
+from torch import nn
+
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Unit
 
@@ -23,6 +25,20 @@ def check_idle(schedule: Schedule, action: str) -> None:
             f"{action} inside the model's forward or backward would take its weights away; call it before or after."
         )
     check_not_taken(schedule, action)
+
+
+def note_uninstalled_step(schedule: Schedule, stepped: Iterable[nn.Parameter]) -> None:
+    """The main weights of these sharded parameters have changed, and compute weights, where they are kept, have not.
+
+    Where they are not, no forward runs, and no earlier forward has a backward, until `Schedule.install`.
+    """
+    stepped = set(map(id, stepped))
+    groups = (group for unit in schedule.units for group in unit.groups if not group.keeps_installed)
+    overwritten = {id(raw) for group in groups if group.requires_grad for raw in group.params}
+    params = (param for unit in schedule.units for param in unit.params if id(param.raw) in overwritten)
+    lost = [param.fqn for param in params if id(param.sharded) in stepped]
+    schedule.generation += bool(lost)
+    schedule.lost_weights = [*dict.fromkeys([*(schedule.lost_weights or ()), *lost])]
 
 
 @contextlib.contextmanager

@@ -183,8 +183,8 @@ class Programs:
     def _warn_of_residency(self, budget_nbytes: int) -> None:
         sizes = [fact.nbytes for fact in self.facts[1:] if fact.nbytes]
         reason = (
-            "has no effect: no unit's weights come and go. Use it with zero_dp_strategy 3, and name the modules that are "
-            "units."
+            "has no effect: no unit's weights come and go. Use it with zero_dp_strategy 3, and name the modules that "
+            "are units."
         )
         if sizes:
             reason = f"keeps nothing gathered: the smallest unit has {min(sizes)} bytes."

@@ -109,7 +109,9 @@ class Schedule:
         self._finalizes = False
         """The backward that runs is the last of its cycle."""
         self.generation = 0
-        """Counts installs: a backward belongs to the weights of its forward."""
+        """Counts changes of compute weights: a backward belongs to the weights of its forward."""
+        self.lost_weights: list[str] | None = None
+        """Parameters whose installed values a step without install has overwritten; None: no such step since."""
         # -- where this rank is --
         self._events = 0
         self._open: list[Call] = []
@@ -133,8 +135,6 @@ class Schedule:
         """Some backward is over: memory has been used as it will be."""
         self.taken_by: str | None = None
         """What shows parameters of its own in place of the schedule's; until it ends, no forward can run."""
-        self.before_forward: Callable[[], None] = lambda: None
-        """Called when a forward of the whole model begins, before it communicates."""
         self.before_gradients: Callable[[], Callable[[], None] | None] = lambda: None
         """Gives what is called before the gradients of a backward join those that are there."""
         self.on_order: Callable[[Sequence[Unit]], bool] = lambda units: True
@@ -664,7 +664,7 @@ class Schedule:
                 group.install()
         self._gatherer.follow_install()
         self._whole = {unit.number for unit in self.units if not unit.needs_gather}
-        self.generation += 1
+        self.generation, self.lost_weights = self.generation + 1, None
         if not self._has_run:
             return
         order = self.programs.forward_order()

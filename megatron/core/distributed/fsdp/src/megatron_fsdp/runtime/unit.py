@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.machine.device import Event
-from megatron_fsdp.machine.torch_compat import storage_id, version_of, versions_of
+from megatron_fsdp.machine.torch_compat import storage_id, version_of
 from megatron_fsdp.state.param_group import ParamGroup
 from megatron_fsdp.state.tensor_parallel import local_part
 
@@ -98,9 +98,6 @@ class Unit:
         self._storages = {storage for group in groups for storage in group.gathered_storages}
         self.input_versions: dict[int, int] = {}
         """Version counters of the tensors that the forward in progress was given."""
-        self._unwritable = [raw for group in groups if group.loses_writes for raw in group.params]
-        self._weight_versions: list[int | None] = []
-        """Version counters of those weights when the forward in progress began."""
         self.shows_raw = True
         """Modules hold the full parameters."""
 
@@ -133,24 +130,6 @@ class Unit:
     def is_unsharded(self) -> bool:
         """Every group is readable in full (its gather may still be running)."""
         return all(group.is_unsharded for group in self.groups)
-
-    def note_weights(self) -> None:
-        """Remembers the weights that a forward must not change."""
-        self._weight_versions = versions_of(self._unwritable)
-
-    def check_weights(self) -> None:
-        """Raises RuntimeError if the forward that ends has changed a weight in place: the change would be lost."""
-        versions = versions_of(self._unwritable)
-        if versions == self._weight_versions:
-            return
-        for raw, version, before in zip(self._unwritable, versions, self._weight_versions, strict=False):
-            if version != before:
-                fqn = next(param.fqn for param in self.params if param.raw is raw)
-                raise RuntimeError(
-                    f"the forward of unit {self.label} has changed {fqn} in place, which would be lost: the weights "
-                    "that modules see are copies of the main weights. Change parameters between steps, through "
-                    "to_local() or full_params()."
-                )
 
     def left_alone(self, value: object) -> bool:
         """`value`, an input of the unit's forward, has not been changed in place by it."""

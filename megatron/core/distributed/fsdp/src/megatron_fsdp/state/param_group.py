@@ -10,7 +10,7 @@ import torch
 
 from megatron_fsdp.machine.allocator import StoragePool
 from megatron_fsdp.machine.peer_gather import PeerGather
-from megatron_fsdp.machine.torch_compat import local_tensor, storage_id, versions_of
+from megatron_fsdp.machine.torch_compat import storage_id
 from megatron_fsdp.plan.layout import Layout
 from megatron_fsdp.plan.strategy import REPLICATED, StrategyPlan
 from megatron_fsdp.state.codec import Shard, WeightCodec
@@ -80,10 +80,6 @@ class ParamGroup:
         self._is_fresh = True
         """The resting weight holds what was installed last; False: only its main-weight part does."""
         self.is_unsharded = not facts.plan.gathers_weights
-        self._watched: list[torch.Tensor] = []
-        """The main weight as others see it: what changes a DTensor is counted nowhere else."""
-        self._followed: list[int | None] = []
-        """Their version counters, and that of the main weight itself, when what is readable last followed it."""
 
     def _empty(self, placement, dtype: torch.dtype) -> FlatBuffer:
         return FlatBuffer.empty(self.layout, self.facts.axes, placement, dtype, self.facts.device)
@@ -201,33 +197,9 @@ class ParamGroup:
         return self._is_fresh
 
     @property
-    def is_stale(self) -> bool:
-        """The main weight has been changed since, by something that installed nothing: a forward would not know."""
-        if self._is_followed_by_gathers:
-            return False
-        return not self._is_one_memory and self._versions() != self._followed
-
-    @property
-    def _is_followed_by_gathers(self) -> bool:
-        """The next gather will send what the main weight holds then."""
-        follows_in_gathers = self._shares_main or self._casts_on_the_way
-        return follows_in_gathers and not (self.is_unsharded or self.plan.gathers_after_install)
-
-    @property
-    def _is_one_memory(self) -> bool:
-        """What modules compute with is the main weight itself."""
-        return self._shares_main and not (self.plan.gathers_weights or self.plan.gathers_after_install)
-
-    def watch(self, sharded: torch.Tensor) -> None:
-        """Counts changes of `sharded`, a DTensor over a part of the main weight, as changes of that."""
-        self._watched += [sharded, local_tensor(sharded)]
-        self._follow()
-
-    def _versions(self) -> list[int | None]:
-        return versions_of([self.main_weight_buffer.data, *self._watched])
-
-    def _follow(self) -> None:
-        self._followed = self._versions()
+    def keeps_installed(self) -> bool:
+        """Compute weights have memory of their own: they stay what was installed while the main weight changes."""
+        return not (self._shares_main or self._casts_on_the_way)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -239,7 +211,6 @@ class ParamGroup:
             peers = None if self.plan.refreshes_along_outer else self.facts.peers
             weight.gather_from(weight.part(self.plan.main_weight), peers)
         self._is_fresh = True
-        self._follow()  # the main weight may be a part of what was filled
 
     @torch.no_grad()
     def unshard(self, *, again: bool = False) -> None:
@@ -258,7 +229,6 @@ class ParamGroup:
                     self._pool.acquire(full.data)
                 full.gather_from(self._sent(weight), self.facts.peers)
             self.is_unsharded = True
-            self._follow()
         self.facts.codec.after_gather(self.params)
 
     def _sent(self, weight: FlatBuffer) -> FlatBuffer:
@@ -316,8 +286,6 @@ class ParamGroup:
     def _encode(self) -> None:
         self.facts.codec.encode(self._shards, self._shard_groups())
         self._is_fresh = not self.plan.gathers_after_install
-        if not self._is_followed_by_gathers:
-            self._follow()
 
     def _shard_groups(self) -> Sequence[torch.distributed.ProcessGroup]:
         """Groups over which a parameter's main weight is spread."""
