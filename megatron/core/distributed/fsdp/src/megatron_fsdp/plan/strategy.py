@@ -72,42 +72,42 @@ class StrategyPlan:
     main_grad: AxisPair
     main_weight: AxisPair
 
-    @property
+    @functools.cached_property
     def gathers_weights(self) -> bool:
         """The compute weights are gathered before use and released after it."""
         return self.weight != REPLICATED
 
-    @property
+    @functools.cached_property
     def gathers_after_install(self) -> bool:
         """After an optimizer step the resting weights are rebuilt by a gather."""
         return self.weight != self.main_weight
 
-    @property
+    @functools.cached_property
     def refreshes_along_outer(self) -> bool:
         """That gather runs over the outer axis (and then over it alone)."""
         return self.weight.outer is not self.main_weight.outer
 
-    @property
+    @functools.cached_property
     def gathers_along_inner(self) -> bool:
         """Gathers, before use or after an install, run over the inner axis."""
         return S in (self.weight.inner, self.main_weight.inner)
 
-    @property
+    @functools.cached_property
     def reduces_each_microbatch(self) -> bool:
         """Every backward reduces on the inner axis; otherwise gradients accumulate unreduced."""
         return self.main_grad.inner is S
 
-    @property
+    @functools.cached_property
     def defers_reduction(self) -> bool:
         """Some reduction waits for the last micro-batch of an optimization cycle."""
         return P in self.main_grad
 
-    @property
+    @functools.cached_property
     def accumulates_final_values(self) -> bool:
         """What accumulates is reduced and scaled already; otherwise some of that is left to the end of a cycle."""
         return self.reduces_each_microbatch and not self.defers_reduction
 
-    @property
+    @functools.cached_property
     def shards_anything(self) -> bool:
         """Some buffer is split over ranks."""
         return S in (*self.weight, *self.main_grad, *self.main_weight)

@@ -41,7 +41,8 @@ class Gatherer:
         """Starts what the last install left to the outer axis, if anything. **Collective**."""
         if not unit.needs_refresh:
             return
-        self._see_install()
+        if self._installed is not None:
+            self._see_install()
         with self._device.use(self._outer_stream):
             with self._watch.communicates(Kind.OUTER, unit):
                 for group in unit.groups:
@@ -50,23 +51,24 @@ class Gatherer:
             unit.refresh_event = self._device.record_event()
 
     def gather(self, unit: Unit) -> None:
-        """Starts the all-gather of `unit` unless it is readable or on its way. **Collective** if it is neither."""
-        if unit.needs_gather:
-            self._gather(unit, again=False)
+        """Starts the all-gather of `unit`. **Collective**, whatever is readable here."""
+        if unit.is_gathered:  # perhaps nowhere else
+            self._rejoin(unit)
+        else:
+            self._gather(unit)
 
-    def rejoin(self, unit: Unit) -> None:
-        """Takes part in an all-gather of `unit`, which is readable here alone. **Collective**.
-
-        It writes the same values to where they are, so whoever reads them is made to wait.
-        """
+    def _rejoin(self, unit: Unit) -> None:
+        """Writes the same values to where they are; whoever reads them is made to wait."""
         self.wait_for(unit)
         self._stream.wait_stream(self._device.current_stream())
         self._gather(unit, again=True)
         self.wait_for(unit)
 
-    def _gather(self, unit: Unit, *, again: bool) -> None:
-        self.refresh(unit)
-        self._see_install()
+    def _gather(self, unit: Unit, *, again: bool = False) -> None:
+        if unit.refreshes:
+            self.refresh(unit)
+        if self._installed is not None:
+            self._see_install()
         with self._device.use(self._stream):
             if unit.refresh_event is not None:
                 unit.refresh_event.wait()
@@ -75,12 +77,14 @@ class Gatherer:
                 for group in unit.groups:
                     group.unshard(again=again)
             unit.gather_event = self._device.record_event()
+        unit.is_gathered = unit.gathers_weights
 
     def reshard(self, unit: Unit) -> None:
         """Frees the gathered weights of `unit` once the work issued so far has read them."""
         unit.show_sharded()
-        if not unit.holds_gathered:
+        if not unit.is_gathered:
             return
+        unit.is_gathered = False
         self.wait_for(unit)  # it may have been prefetched and never used
         done = self._device.record_event()
         with self._device.use(self._stream):
@@ -100,8 +104,6 @@ class Gatherer:
         unit.refresh_event = unit.gather_event = None
 
     def _see_install(self) -> None:
-        if self._installed is None:
-            return
         for stream in self.streams:
             with self._device.use(stream):
                 self._installed.wait()

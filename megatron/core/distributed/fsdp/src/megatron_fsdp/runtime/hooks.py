@@ -80,19 +80,22 @@ class _UnitHooks:
             schedule.recompute(unit)
         else:
             schedule.enter(unit)
-        schedule.watch.enter(unit)
+        if schedule.watch.is_on:
+            schedule.watch.enter(unit)
 
     @uncompiled
     def post_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         schedule, unit = self._alive()
-        schedule.watch.leave()
+        if schedule.watch.is_on:
+            schedule.watch.leave()
         call = schedule.returned(unit)
-        tensors = list(tensors_in(output))
-        awaits_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        tensors = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
+        awaits_backward = torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in tensors]
         if awaits_backward:
-            # The gradient of an input that is handed through, unchanged, arrives in another unit's turn.
-            given = {id(value) for value in (*args, *kwargs.values()) if unit.left_alone(value)}
-            own = [tensor for tensor in tensors if tensor.grad_fn is not None and id(tensor) not in given]
+            # The gradient of an input that is handed through, unchanged, arrives when another unit's does.
+            inputs = {id(value): value for value in (*args, *kwargs.values())}
+            own = [tensor for tensor in tensors if tensor.grad_fn is not None]
+            own = [each for each in own if id(each) not in inputs or not unit.left_alone(each)]
             if own and call is not None:
                 _on_first_gradient(own, functools.partial(self.pre_backward, call))
         if not in_backward():
@@ -121,7 +124,8 @@ class _UnitHooks:
                 "that have been released by then; use zero_dp_strategy 2 or less for gradient penalties."
             )
         schedule.gradient_arrived(unit, call)
-        schedule.watch.turn_back(unit)
+        if schedule.watch.is_on:
+            schedule.watch.turn_back(unit)
 
     def _alive(self) -> tuple[Schedule, Unit]:
         schedule, unit = self.schedule(), self.unit()

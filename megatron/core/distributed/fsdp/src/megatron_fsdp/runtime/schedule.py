@@ -283,13 +283,16 @@ class Schedule:
         if not self._awaited:
             self._lenders.clear()
         for unit in self.units:
-            if self._is_used(unit.number):  # by a forward around this backward, or by a backward to come
+            number = unit.number
+            if not (unit.shows_raw or unit.is_gathered) or number == kept:
                 continue
-            if unit.number not in self._whole:
-                self._late.discard(unit.number)
-                self._gatherer.reshard(unit)
-            elif unit.number != kept:
+            if self._is_used(number):  # by a forward around this backward, or by a backward to come
+                continue
+            if number in self._whole:
                 unit.show_sharded()
+            else:
+                self._late.discard(number)
+                self._gatherer.reshard(unit)
 
     def abort_forward(self) -> None:
         """The forward that runs was interrupted; no more of it will come. **Collective** where ranks differ.
@@ -411,11 +414,13 @@ class Schedule:
     def _check_strays(self, running: Pass) -> None:
         """Raises RuntimeError if gradients have come after their reduction: they would be lost."""
         for unit in self.units:
-            if unit.has_stray_grads():
-                raise RuntimeError(
-                    f"gradients of unit {unit.label} came after their place in the program ({self._where(running)}). "
-                    "Call model.schedule.forget() on all ranks between steps, and run every unit in the first one."
-                )
+            for raw in unit.trainable:
+                if raw.grad is not None:
+                    raise RuntimeError(
+                        f"gradients of unit {unit.label} came after their place in the program "
+                        f"({self._where(running)}). Call model.schedule.forget() on all ranks between steps, and run "
+                        "every unit in the first one."
+                    )
 
     def _end_backward(self, running: Pass) -> None:
         self.watch.turn_back(None)
@@ -518,11 +523,7 @@ class Schedule:
         if stays:
             self._whole.add(number)
         self._late.discard(number)
-        unit = self.units[number]
-        if unit.holds_gathered:  # readable here, and perhaps nowhere else
-            self._gatherer.rejoin(unit)
-        else:
-            self._gatherer.gather(unit)
+        self._gatherer.gather(self.units[number])
 
     def _release(self, number: int) -> None:
         self._whole.discard(number)
@@ -541,7 +542,8 @@ class Schedule:
 
     def _show(self, unit: Unit) -> None:
         """Lets the unit's modules see its full parameters, which the compute stream has waited for."""
-        self._gatherer.wait_for(unit)
+        if unit.gather_event is not None or unit.refresh_event is not None:
+            self._gatherer.wait_for(unit)
         unit.show_raw()
 
     def _let_go(self, running: Pass, number: int) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -91,10 +91,14 @@ class Unit:
         # What is asked several times in every call is worked out once: the host must run ahead of the device.
         self._gathering = [group for group in groups if group.plan.gathers_weights]
         self._refreshing = [group for group in groups if group.plan.refreshes_along_outer]
+        self.refreshes = bool(self._refreshing)
+        """An optimizer step leaves something to do over the outer axis."""
         self.gathers_weights = bool(self._gathering)
         """Some of its weights are there only while it computes."""
         self.gathered_numel = sum(group.layout.size for group in self._gathering)
         """Elements of the weights that are there only while it computes, padding included."""
+        self.is_gathered = False
+        """Some of those are there: a reshard would free them."""
         self._storages = {storage for group in groups for storage in group.gathered_storages}
         self.input_versions: dict[int, int] = {}
         """Version counters of the tensors that the forward in progress was given."""
@@ -122,11 +126,6 @@ class Unit:
         return any(not group.is_fresh for group in self._refreshing)
 
     @property
-    def holds_gathered(self) -> bool:
-        """Some of its weights are there that a release would free."""
-        return any(group.is_unsharded for group in self._gathering)
-
-    @property
     def is_unsharded(self) -> bool:
         """Every group is readable in full (its gather may still be running)."""
         return all(group.is_unsharded for group in self.groups)
@@ -137,28 +136,31 @@ class Unit:
 
     def lends(self, outputs: Iterable[torch.Tensor]) -> bool:
         """Some of `outputs` are views of gathered weights, which others will read after the unit's forward."""
-        local = map(local_part, outputs)
-        plain = (tensor for tensor in local if type(tensor) in (torch.Tensor, nn.Parameter))
-        return any(storage_id(tensor) in self._storages for tensor in plain if tensor.layout is torch.strided)
+        if not self._storages:
+            return False
+        for output in outputs:
+            tensor = local_part(output)
+            is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+            if is_plain and storage_id(tensor) in self._storages:
+                return True
+        return False
 
     def show_raw(self) -> None:
         """Lets modules see the full parameters."""
         if not self.shows_raw:
-            self._show("raw")
             self.shows_raw = True
+            for module, raw, _ in self._holders:
+                if (holder := module()) is not None:
+                    # As `Place.hold` does, but a whole module at once: all units come here four times a step.
+                    holder._parameters.update(raw)
 
     def show_sharded(self) -> None:
         """Lets modules, and so users and optimizers, see the sharded parameters."""
         if self.shows_raw:
-            self._show("sharded")
             self.shows_raw = False
-
-    def _show(self, form: Literal["raw", "sharded"]) -> None:
-        for holder in self._holders:
-            module = holder.module()
-            if module is not None:
-                # As `Place.hold` does, but a whole module at once: all units come here four times a step.
-                module._parameters.update(getattr(holder, form))
+            for module, _, sharded in self._holders:
+                if (holder := module()) is not None:
+                    holder._parameters.update(sharded)
 
     @functools.cached_property
     def _holders(self) -> list[_Holder]:
