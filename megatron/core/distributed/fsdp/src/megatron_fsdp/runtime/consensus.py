@@ -19,13 +19,13 @@ class Consensus:
     """All ranks of a model. Steady steps ask nothing."""
 
     axes: Axes
-    """Axes that reach all ranks; those of experts need not."""
+    """Axes that reach all ranks, as those of experts need not; none where there is nothing to agree on."""
     device: torch.device
 
     @classmethod
     def of(cls, units: Sequence[Unit], device: torch.device) -> Consensus:
-        """The ranks over which these units are spread."""
-        facts = [group.facts for unit in units for group in unit.groups]
+        """The ranks over which these units are spread. A single unit has one order by itself."""
+        facts = [group.facts for unit in units for group in unit.groups] if len(units) > 1 else []
         return cls(min(facts, key=lambda fact: fact.is_expert).axes if facts else (), device)
 
     def largest(self, numbers: Sequence[int | bool]) -> list[int]:

@@ -252,6 +252,7 @@ class Schedule:
     def _begin_forward(self, unit: Unit) -> None:
         if self._forward is not None:  # it raised, and nothing told
             self.abort_forward()
+        self._end_loans()
         self._gatherer.follow()
         self._last_key = Key(unit.number, torch.is_grad_enabled(), self._phase)
         self._forward = self._begin(self._last_key)
@@ -276,19 +277,19 @@ class Schedule:
                 self._whole.add(own)
         self._forward = None
         self._awaited += keeps
+        if not self._awaited:
+            self._lenders.clear()
         self._rest_of_pass(own if keeps else None)
 
     def _rest_of_pass(self, kept: int | None = None) -> None:
         """The pass is over: reshards what is neither in use nor left gathered by the program."""
-        if not self._awaited:
-            self._lenders.clear()
         for unit in self.units:
             number = unit.number
             if not (unit.shows_raw or unit.is_gathered) or number == kept:
                 continue
-            if self._is_used(number):  # by a forward around this backward, or by a backward to come
+            if self._used[number]:  # by a forward around this backward
                 continue
-            if number in self._whole:
+            if number in self._whole or number in self._lenders:
                 unit.show_sharded()
             else:
                 self._late.discard(number)
@@ -693,8 +694,18 @@ class Schedule:
             if not unit.gathers_weights:
                 self._gather(unit.number)
 
+    def _end_loans(self) -> None:
+        """Reshards units that lent their weights to forwards that have had their backwards, perhaps several."""
+        if self._lenders and not self._awaited:
+            lenders = sorted(self._lenders)
+            self._lenders.clear()
+            for number in lenders:
+                if number not in self._whole:
+                    self._rest_unit(self.units[number])
+
     def release(self) -> None:
         """Reshards weights that are not resident, and shows sharded parameters everywhere."""
+        self._end_loans()
         for unit in self.units:
             if unit.number not in self.programs.resident:
                 self._rest_unit(unit)
@@ -702,6 +713,7 @@ class Schedule:
 
     def rest(self) -> None:
         """Reshards every weight and shows sharded parameters everywhere."""
+        self._end_loans()
         for unit in self.units:
             self._rest_unit(unit)
             unit.show_sharded()
