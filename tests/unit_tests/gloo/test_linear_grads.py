@@ -112,10 +112,10 @@ def test_gradients_are_right_however_a_layer_is_used_and_copied_only_where_they_
     every = 2 * 2 * WIDTH * WIDTH  # micro-batches and layers
     for copies in ranks2.run(use_in_every_way, 3, USES, options):
         by_use = dict(zip(USES, copies, strict=True))
-        assert [by_use[use] for use in (plainly, transposed, without_rows, asked_for, on_device)] == [0] * 5
         # Of two gradients autograd makes a third.
-        others = (twice, also_by_hand, by_hand, mapped, in_autocast, slope, in_mode)
-        assert [by_use[use] for use in others] == [every] * len(others)
+        others = (twice, also_by_hand, row_by_row, mapped, in_autocast, slope)
+        for use in USES:
+            assert by_use[use] == (every if use in others else 0), use.__name__
 
 
 @pytest.mark.parametrize("strategy", [1, 2])
@@ -155,7 +155,7 @@ def reduce_in_fp32(use: Callable) -> None:
 
 
 def test_gradients_that_travel_in_fp32_are_not_rounded_before(ranks2: RankPool) -> None:
-    ranks2.run(with_wider_products, reduce_in_fp32, (plainly, by_hand))
+    ranks2.run(with_wider_products, reduce_in_fp32, (plainly, also_by_hand))
 
 
 def with_wider_products(job: Callable, uses: tuple[Callable, ...]) -> None:
@@ -178,7 +178,7 @@ def learn_beside_a_bias_and_what_is_not_plain() -> None:
         return module
 
     copied, found = trained(subclassed)
-    assert copied == 2 * 2 * WIDTH * WIDTH
+    assert copied == 0
     assert set(found) == {"0.linear.weight", "1.linear.weight"}
 
 

@@ -14,7 +14,6 @@ from torch._compile import _disable_dynamo
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._device import DeviceContext
 
 
 def in_backward() -> bool:
@@ -49,7 +48,8 @@ def awaits_gradient(leaf: torch.Tensor) -> bool:
     torch answers this for a node with `torch._C._will_engine_execute_node`, on which its own `register_multi_grad_hook`
     builds (torch 2.1 to 2.13).
     """
-    return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+    with without_overrides():
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
 def accumulates_gradient(leaf: torch.Tensor) -> bool:
@@ -63,21 +63,23 @@ def accumulates_gradient(leaf: torch.Tensor) -> bool:
         return False
 
 
+#: A context in which no tensor subclass overrides functions: reading an attribute of one that does takes a microsecond
+#: elsewhere (torch 2.0 to 2.13).
+without_overrides = torch._C.DisableTorchFunctionSubclass
+
+
 def has_hooks(leaf: torch.Tensor) -> bool:
     """Hooks see the gradients of `leaf` (`_backward_hooks`: torch 1.0 to 2.13; the other one's: torch 2.1 to 2.13)."""
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+    with without_overrides():
+        return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
 def is_transformed() -> bool:
-    """The compiler traces what runs, or a mode, a transform of torch.func or a forward-mode derivative looks at it.
+    """A transform of torch.func or a forward-mode derivative looks at what runs.
 
-    (`_are_functorch_transforms_active`: torch 2.1 to 2.13; `_current_level`: torch 1.11 to 2.13; the stack of modes,
-    on which `torch.set_default_device` lies as well: torch 2.0 to 2.13.)
+    (`_are_functorch_transforms_active`: torch 2.1 to 2.13; `_current_level`: torch 1.11 to 2.13.)
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return True
-    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
-    return torch.autograd.forward_ad._current_level >= 0 or any(type(mode) is not DeviceContext for mode in modes)
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def saving_checkpoint() -> int | None:
