@@ -11,14 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_fsdp.machine.torch_compat import (
-    accumulates_gradient,
-    has_hooks,
-    is_transformed,
-    multiply_into,
-    storage_id,
-    without_overrides,
-)
+from megatron_fsdp.machine import torch_compat
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Unit, contains
 
@@ -35,7 +28,7 @@ def install(schedule: Schedule) -> None:
     """
     for unit in schedule.units:
         large = [
-            (raw, _Lender(weakref.ref(schedule), weakref.ref(unit), weakref.ref(raw), number, slot))
+            (raw, _Lender(weakref.ref(schedule), weakref.ref(unit), number, slot))
             for number, group in enumerate(unit.groups)
             if group.main_grad is not None and group.main_grad.lends
             for slot, raw in enumerate(group.params)
@@ -46,27 +39,34 @@ def install(schedule: Schedule) -> None:
         for raw, lender in large:
             raw.grad_dtype = None  # as it is computed, even if that is wider than the weight
             raw.__class__, raw.lender = LinearWeight, lender
-            if unit.groups[lender.number].facts.comm_dtype is raw.dtype:  # the compiler rounds to the weight's dtype
-                _LENDERS[storage_id(raw), raw.storage_offset()] = lender
+            if unit.groups[lender.number].facts.comm_dtype is raw.dtype:  # compiled gradients have the weight's dtype
+                _LENDERS[torch_compat.storage_id(raw), raw.storage_offset()] = lender
 
 
 @dataclasses.dataclass(frozen=True)
 class _Lender:
-    """Gives one weight's gradient its place in the running backward. Like hooks it keeps nothing alive."""
+    """Knows where one weight's gradient is reduced from. Like hooks it keeps nothing alive."""
 
     schedule: weakref.ref[Schedule]
     unit: weakref.ref[Unit]
-    raw: weakref.ref[nn.Parameter]
     number: int
     """Of the unit's groups the one that the weight is in."""
     slot: int
 
-    def __call__(self) -> torch.Tensor | None:
-        """The place, which nobody else is given in this backward; None if it is taken, or somebody may keep it."""
-        schedule, unit, raw = self.schedule(), self.unit(), self.raw()
-        if schedule is None or unit is None or raw is None or has_hooks(raw) or not accumulates_gradient(raw):
+    def product(self, grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+        """The weight's gradient, in its place or, if that is taken or of no use, in new memory."""
+        place = self._place()
+        return grad.t() @ input if place is None else torch_compat.multiply_into(grad.t(), input, place)
+
+    def _place(self) -> torch.Tensor | None:
+        schedule, unit = self.schedule(), self.unit()
+        if schedule is None or unit is None:
             return None
-        return schedule.lend_gradient(unit, unit.groups[self.number], self.slot)
+        group = unit.groups[self.number]
+        raw = group.params[self.slot]
+        if torch_compat.has_hooks(raw) or not torch_compat.accumulates_gradient(raw):  # somebody may keep it
+            return None
+        return schedule.lend_gradient(unit, group, self.slot)
 
 
 _LENDERS: weakref.WeakValueDictionary[tuple[int, int], _Lender] = weakref.WeakValueDictionary()
@@ -74,7 +74,7 @@ _LENDERS: weakref.WeakValueDictionary[tuple[int, int], _Lender] = weakref.WeakVa
 
 
 class LinearWeight(nn.Parameter):
-    """A weight that has `F.linear` write its gradient in place, whoever calls it; all else is torch's own."""
+    """A weight whose gradient `F.linear` writes in place, whoever calls it; all else is torch's own."""
 
     lender: _Lender | None = None
 
@@ -82,24 +82,28 @@ class LinearWeight(nn.Parameter):
     def __torch_function__(
         cls, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Calls `func`, of which `F.linear` is another one."""
+        """Calls `func`, or for `F.linear` what stands in for it."""
         if len(types) > 1 and (others := tuple(other for other in types if not issubclass(cls, other))):
             return others[0].__torch_function__(func, others, args, kwargs)  # as if this one overrode nothing
-        with without_overrides():
+        with torch_compat.without_overrides():
             return (_linear if func is F.linear else func)(*args, **(kwargs or {}))
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """Saved as a parameter like any other."""
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`F.linear`, with its gradient in place if nothing but autograd looks at what is done with `weight`."""
-    if (
-        type(weight) is not LinearWeight
-        or type(input) is not torch.Tensor
-        or input.layout is not torch.strided  # sparse
-        or input.is_nested
-        or not torch.is_grad_enabled()
-        or torch.is_autocast_enabled(weight.device.type)
-        or is_transformed()
-    ):
+    """What `F.linear` computes; differentiated by `_Linear` if nothing but autograd looks at it."""
+    is_plain = (
+        type(input) is torch.Tensor
+        and input.layout is torch.strided  # not sparse
+        and not input.is_nested
+        and torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(input.device.type)
+        and not torch_compat.is_transformed()
+    )
+    if not is_plain:
         return F.linear(input, weight, bias)
     linear = torch.ops.megatron_fsdp.linear if torch.compiler.is_compiling() else _Linear.apply
     return linear(input, weight, bias)
@@ -117,43 +121,34 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        input, weight = ctx.saved_tensors
+        input, weight = ctx.saved_tensors  # a checkpoint runs its forward again here, overrides and all
         of_input, of_weight, of_bias = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
-        return (
-            rows.mm(weight).view(input.shape) if of_input else None,
-            _of_weight(ctx.lender, rows, input.reshape(-1, input.shape[-1]), weight) if of_weight else None,
-            rows.sum(0) if of_bias else None,
-        )
+        with torch_compat.without_overrides():
+            return (
+                rows.mm(weight).view(input.shape) if of_input else None,
+                _weight_grad(ctx.lender, rows, input.reshape(-1, input.shape[-1]), weight) if of_weight else None,
+                rows.sum(0) if of_bias else None,
+            )
 
 
-def _of_weight(
-    lender: _Lender | None, grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor
-) -> torch.Tensor:
+def _weight_grad(lender: _Lender | None, grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled():  # differentiated again
         return grad.t() @ input
-    if lender is None:  # what the compiler traces
+    if lender is None:  # the compiler traces
         return torch.ops.megatron_fsdp.weight_grad(grad, input, weight)
-    return _product(lender, grad, input)
+    return lender.product(grad, input)
 
 
-def _product(lender: _Lender | None, grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """The weight's gradient, in its place or, if that is taken or of no use, in new memory."""
-    place = lender() if lender is not None else None
-    return grad.t() @ input if place is None else multiply_into(grad.t(), input, place)
+def _compiled_weight_grad(grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    lender = _LENDERS.get((torch_compat.storage_id(weight), weight.storage_offset()))
+    return grad.t() @ input if lender is None else lender.product(grad, input)
 
 
-def _compiled_product(grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return _product(_LENDERS.get((storage_id(weight), weight.storage_offset())), grad, input)
-
-
-# Inside compiled layers: traced as `_Linear`, in whose backward the compiler sees a function without side effects.
+# For the compiler `linear` is what it is made of, and `weight_grad`, of which it knows nothing, a pure function.
 _OPS = torch.library.Library("megatron_fsdp", "DEF")
 _OPS.define("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
-_OPS.impl("linear", F.linear, "CompositeExplicitAutograd")
-_OPS.impl("linear", _Linear.apply, "Autograd")
+_OPS.impl("linear", _Linear.apply, "CompositeImplicitAutograd")
 _OPS.define("weight_grad(Tensor grad, Tensor input, Tensor weight) -> Tensor", tags=torch.Tag.cudagraph_unsafe)
-_OPS.impl("weight_grad", _compiled_product, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "megatron_fsdp::weight_grad", lambda grad, input, weight: weight.new_empty(weight.shape), lib=_OPS
-)
+_OPS.impl("weight_grad", _compiled_weight_grad, "CompositeExplicitAutograd")
+torch.library.register_fake("megatron_fsdp::weight_grad", lambda grad, input, weight: torch.empty_like(weight))

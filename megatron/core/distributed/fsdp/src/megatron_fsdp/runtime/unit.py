@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.machine.device import Event
-from megatron_fsdp.machine.torch_compat import awaits_gradient, storage_id, version_of, versions_of
+from megatron_fsdp.machine.torch_compat import awaits_gradient, storage_id, version_of, versions_of, without_overrides
 from megatron_fsdp.state.param_group import ParamGroup
 from megatron_fsdp.state.tensor_parallel import local_part
 
@@ -206,7 +206,7 @@ class Unit:
     def lends(self, outputs: Iterable[torch.Tensor]) -> bool:
         """Some of `outputs` are views of gathered weights, which others will read after the unit's forward."""
         local = map(local_part, outputs)
-        plain = (tensor for tensor in local if type(tensor) in (torch.Tensor, nn.Parameter))
+        plain = (tensor for tensor in local if type(tensor.data) is torch.Tensor)
         return any(storage_id(tensor) in self._storages for tensor in plain if tensor.layout is torch.strided)
 
     def enter(self, phase: Phase) -> None:
@@ -263,7 +263,8 @@ class Unit:
 
     def awaits_grads(self) -> bool:
         """The backward that runs now will bring more gradients; False also for parameters that it does not reach."""
-        missing = [raw for raw in self.trainable if raw.grad is None]
+        with without_overrides():
+            missing = [raw for raw in self.trainable if raw.grad is None]
         return any(awaits_gradient(raw) for raw in missing if not getattr(raw, "grad_added_to_main_grad", False))
 
     @property
@@ -273,7 +274,8 @@ class Unit:
 
     def has_stray_grads(self) -> bool:
         """Gradients have arrived that no reduction has taken."""
-        return any(raw.grad is not None for raw in self.trainable)
+        with without_overrides():
+            return any(raw.grad is not None for raw in self.trainable)
 
 
 def contains(unit: Unit, other: Unit) -> bool:

@@ -14,7 +14,13 @@ import torch
 
 from megatron_fsdp.machine.allocator import StoragePool
 from megatron_fsdp.machine.collectives import GradScale
-from megatron_fsdp.machine.torch_compat import foreach_add_, foreach_copy_, foreach_zero_, multiplies_into
+from megatron_fsdp.machine.torch_compat import (
+    foreach_add_,
+    foreach_copy_,
+    foreach_zero_,
+    multiplies_into,
+    without_overrides,
+)
 from megatron_fsdp.plan.strategy import PARTIAL, AxisPair
 from megatron_fsdp.state.flat_buffer import FlatBuffer, Span
 from megatron_fsdp.state.tensor_parallel import local_part
@@ -111,20 +117,20 @@ class MainGrad:
 
     # -- from autograd ------------------------------------------------------------------------------------------
 
-    def fused_view(self, slot: int) -> torch.Tensor:
-        """Where a fused weight-gradient kernel writes parameter `slot`'s gradient of this backward, full shape."""
-        return self._stage().view(slot)
-
     def lend(self, slot: int) -> torch.Tensor | None:
-        """Where parameter `slot`'s gradient of this backward may be computed, full shape, to be left on the parameter.
+        """Where parameter `slot`'s gradient of this backward may be computed, full shape; None if that is taken.
 
-        None if its place is taken: whoever comes second in a backward needs memory of its own, for autograd to add.
+        Whoever comes second in a backward needs memory of its own, for autograd to add.
         """
         if slot in self._lent:
             return None
-        place = self._spans[slot].view(self._stage().data)
+        place = self.place(slot)
         self._lent[slot] = weakref.ref(place)
         return place
+
+    def place(self, slot: int) -> torch.Tensor:
+        """Where parameter `slot`'s gradient of this backward is reduced from, full shape."""
+        return self._spans[slot].view(self._stage().data)
 
     def _stage(self) -> FlatBuffer:
         """This backward's unreduced gradients, whole, in the dtype in which they travel or else accumulate."""
@@ -175,7 +181,8 @@ class MainGrad:
         """Moves `param.grad` of every parameter into `target`, which is whole, in one batched copy or addition."""
         views, grads, untouched = [], [], []
         for slot, (span, param) in enumerate(zip(self._spans, self._facts.params, strict=True)):
-            grad, param.grad = param.grad, None
+            with without_overrides():
+                grad, param.grad = param.grad, None
             if getattr(param, "grad_added_to_main_grad", False):
                 param.grad_added_to_main_grad = False
             elif grad is not None:
