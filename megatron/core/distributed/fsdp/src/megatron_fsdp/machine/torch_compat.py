@@ -58,7 +58,7 @@ def accumulates_gradient(leaf: torch.Tensor) -> bool:
     In a task of `torch.autograd.grad` torch refuses to answer for a leaf that is asked for. `get_gradient_edge(leaf)`
     would find the leaf's node too, in 5 microseconds (`_current_autograd_node`, `next_functions`: torch 2.1 to 2.13).
     """
-    edges = torch._C._current_autograd_node().next_functions
+    edges = getattr(torch._C._current_autograd_node(), "next_functions", ())
     node = next((node for node, _ in edges if getattr(node, "variable", None) is leaf), None)
     try:
         return node is not None and torch._C._will_engine_execute_node(node)

@@ -16,8 +16,9 @@ from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Unit, contains
 
 LEAST_NUMEL = 2**25
-"""Elements of a weight from which on it pays. An H200 copies a million bf16 gradients in 1.7 us beside other work, and
-the layer's call and its backward take 28 us more of the host than torch's (docs/performance.md)."""
+"""Elements of a weight from which on it pays. An H200 copies a million bf16 gradients in 1.7 us beside other work; a call
+and its backward take the host longer than torch's, 11.1 us on a CPU where what took 28 us beside that H200 took 8.9
+(docs/performance.md)."""
 
 
 def install(schedule: Schedule) -> None:
@@ -53,12 +54,12 @@ class _Lender:
     """Of the unit's groups the one that the weight is in."""
     slot: int
 
-    def product(self, grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    def product(self, grad: torch.Tensor, input: torch.Tensor, *, is_compiled: bool = False) -> torch.Tensor:
         """The weight's gradient, in its place or, if that is taken or of no use, in new memory."""
-        place = self._place()
+        place = self._place(is_compiled)
         return grad.t() @ input if place is None else torch_compat.multiply_into(grad.t(), input, place)
 
-    def _place(self) -> torch.Tensor | None:
+    def _place(self, is_compiled: bool) -> torch.Tensor | None:
         schedule, unit = self.schedule(), self.unit()
         if schedule is None or unit is None:
             return None
@@ -66,7 +67,10 @@ class _Lender:
         raw = group.params[self.slot]
         if torch_compat.has_hooks(raw) or not torch_compat.accumulates_gradient(raw):  # somebody may keep it
             return None
-        return schedule.lend_gradient(unit, group, self.slot)
+        place = schedule.lend_gradient(unit, group, self.slot)
+        if place is not None and is_compiled:
+            group.main_grad.hold_until_found(self.slot)
+        return place
 
 
 _LENDERS: weakref.WeakValueDictionary[tuple[int, int], _Lender] = weakref.WeakValueDictionary()
@@ -142,7 +146,7 @@ def _weight_grad(lender: _Lender | None, grad: torch.Tensor, input: torch.Tensor
 
 def _compiled_weight_grad(grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     lender = _LENDERS.get((torch_compat.storage_id(weight), weight.storage_offset()))
-    return grad.t() @ input if lender is None else lender.product(grad, input)
+    return grad.t() @ input if lender is None else lender.product(grad, input, is_compiled=True)
 
 
 # For the compiler `linear` is what it is made of, and `weight_grad`, of which it knows nothing, a pure function.

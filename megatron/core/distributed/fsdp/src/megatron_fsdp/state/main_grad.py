@@ -65,8 +65,8 @@ class MainGrad:
         self._spent: torch.Tensor | None = None
         """A part that has been added again: kept until the stream that allocated it has waited for the addition."""
         self._staged: FlatBuffer | None = None
-        self._lent: dict[int, weakref.ref[torch.Tensor]] = {}
-        """Parameters whose place in the staged gradients is taken, with what was computed there."""
+        self._lent: dict[int, Callable[[], object]] = {}
+        """Parameters whose place in the staged gradients is taken, with who holds it still, if anybody does."""
         # Worked out once: this is needed of every parameter in every backward, and the host must run ahead.
         self._spans = [Span.of(slot.shape, slot.start) for slot in facts.layout.slots]
         self._final_spans = [self.final.span(slot) for slot in range(len(facts.layout.slots))]
@@ -127,6 +127,16 @@ class MainGrad:
         place = self.place(slot)
         self._lent[slot] = weakref.ref(place)
         return place
+
+    def hold_until_found(self, slot: int) -> None:
+        """Counts the place of parameter `slot` as held until its gradient is found there.
+
+        Compiled code that only adds what it was lent to something else puts other tensors into that memory.
+        """
+        self._lent[slot] = lambda: None if self._is_in_place(slot, self._facts.params[slot].grad) else self
+
+    def _is_in_place(self, slot: int, grad: torch.Tensor | None) -> bool:
+        return grad is not None and grad.data_ptr() == self.place(slot).data_ptr()
 
     def place(self, slot: int) -> torch.Tensor:
         """Where parameter `slot`'s gradient of this backward is reduced from, full shape."""
