@@ -52,29 +52,28 @@ def awaits_gradient(leaf: torch.Tensor) -> bool:
         return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
-def accumulates_gradient(leaf: torch.Tensor) -> bool:
-    """True if what the node that runs now gives to `leaf` is accumulated into `leaf.grad`, not handed to a caller.
+#: A context in which no tensor subclass overrides functions: reading an attribute of one that does takes a microsecond
+#: elsewhere (torch 2.0 to 2.13).
+without_overrides = torch._C.DisableTorchFunctionSubclass
 
-    In a task of `torch.autograd.grad` torch refuses to answer for a leaf that is asked for. `get_gradient_edge(leaf)`
-    would find the leaf's node too, in 5 microseconds (`_current_autograd_node`, `next_functions`: torch 2.1 to 2.13).
+
+def only_accumulates(leaf: torch.Tensor) -> bool:
+    """True if what the node that runs now gives to `leaf` goes into `leaf.grad`, and nobody else sees it.
+
+    Hooks do (`_backward_hooks`: torch 1.0 to 2.13; the other one's: torch 2.1 to 2.13), and callers of
+    `torch.autograd.grad`: in such a task torch refuses to answer for a leaf that is asked for. The leaf's node is found
+    among the running one's successors; `get_gradient_edge(leaf)` takes 5 microseconds (`_current_autograd_node`,
+    `next_functions`: torch 2.1 to 2.13).
     """
+    with without_overrides():
+        if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+            return False
     edges = getattr(torch._C._current_autograd_node(), "next_functions", ())
     node = next((node for node, _ in edges if getattr(node, "variable", None) is leaf), None)
     try:
         return node is not None and torch._C._will_engine_execute_node(node)
     except RuntimeError:
         return False
-
-
-#: A context in which no tensor subclass overrides functions: reading an attribute of one that does takes a microsecond
-#: elsewhere (torch 2.0 to 2.13).
-without_overrides = torch._C.DisableTorchFunctionSubclass
-
-
-def has_hooks(leaf: torch.Tensor) -> bool:
-    """Hooks see the gradients of `leaf` (`_backward_hooks`: torch 1.0 to 2.13; the other one's: torch 2.1 to 2.13)."""
-    with without_overrides():
-        return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
 def is_transformed() -> bool:

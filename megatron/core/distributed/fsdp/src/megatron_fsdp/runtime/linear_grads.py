@@ -16,9 +16,9 @@ from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Unit, contains
 
 LEAST_NUMEL = 2**25
-"""Elements of a weight from which on it pays. An H200 copies a million bf16 gradients in 1.7 us beside other work; a call
-and its backward take the host longer than torch's, 11.1 us on a CPU where what took 28 us beside that H200 took 8.9
-(docs/performance.md)."""
+"""Elements of a weight from which on it pays. An H200 copies a million bf16 gradients in 1.7 us beside other work. A
+call and its backward take the host longer than torch's: 11.1 us on a CPU, where what took 28 us beside that H200 took
+8.9 (docs/performance.md)."""
 
 
 def install(schedule: Schedule) -> None:
@@ -55,22 +55,17 @@ class _Lender:
     slot: int
 
     def product(self, grad: torch.Tensor, input: torch.Tensor, *, is_compiled: bool = False) -> torch.Tensor:
-        """The weight's gradient, in its place or, if that is taken or of no use, in new memory."""
-        place = self._place(is_compiled)
-        return grad.t() @ input if place is None else torch_compat.multiply_into(grad.t(), input, place)
-
-    def _place(self, is_compiled: bool) -> torch.Tensor | None:
-        schedule, unit = self.schedule(), self.unit()
-        if schedule is None or unit is None:
-            return None
-        group = unit.groups[self.number]
-        raw = group.params[self.slot]
-        if torch_compat.has_hooks(raw) or not torch_compat.accumulates_gradient(raw):  # somebody may keep it
-            return None
-        place = schedule.lend_gradient(unit, group, self.slot)
-        if place is not None and is_compiled:
+        """The weight's gradient, in its place or, if that is taken or somebody may keep it, in new memory."""
+        place, schedule, unit = None, self.schedule(), self.unit()
+        if schedule is not None and unit is not None:
+            group = unit.groups[self.number]
+            if torch_compat.only_accumulates(group.params[self.slot]):
+                place = schedule.lend_gradient(unit, group, self.slot)
+        if place is None:
+            return grad.t() @ input
+        if is_compiled:
             group.main_grad.hold_until_found(self.slot)
-        return place
+        return torch_compat.multiply_into(grad.t(), input, place)
 
 
 _LENDERS: weakref.WeakValueDictionary[tuple[int, int], _Lender] = weakref.WeakValueDictionary()

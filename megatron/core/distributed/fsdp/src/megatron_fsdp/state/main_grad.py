@@ -190,9 +190,11 @@ class MainGrad:
     def _write(self, target: FlatBuffer, *, accumulate: bool) -> None:
         """Moves `param.grad` of every parameter into `target`, which is whole, in one batched copy or addition."""
         views, grads, untouched = [], [], []
-        for slot, (span, param) in enumerate(zip(self._spans, self._facts.params, strict=True)):
-            with without_overrides():
-                grad, param.grad = param.grad, None
+        with without_overrides():
+            found = [param.grad for param in self._facts.params]
+            for param in self._facts.params:
+                param.grad = None
+        for slot, (span, param, grad) in enumerate(zip(self._spans, self._facts.params, found, strict=True)):
             if getattr(param, "grad_added_to_main_grad", False):
                 param.grad_added_to_main_grad = False
             elif grad is not None:
