@@ -64,6 +64,21 @@ def counted_copies() -> Iterator[list[int]]:
         group._write, group._leave_what_is_held = write, leave
 
 
+@contextlib.contextmanager
+def wider_products() -> Iterator[None]:
+    """Products of bf16 are written in fp32, as CUDA can."""
+    from megatron_fsdp.machine import torch_compat
+    from megatron_fsdp.state import main_grad
+
+    before = main_grad.multiplies_into, torch_compat.multiply_into
+    main_grad.multiplies_into = lambda dtype, wider, device_type: wider is torch.float32
+    torch_compat.multiply_into = lambda left, right, out: torch.mm(left.float(), right.float(), out=out)
+    try:
+        yield
+    finally:
+        main_grad.multiplies_into, torch_compat.multiply_into = before
+
+
 def trained(build_model: Callable[[], nn.Module], strategy: int = 3, **options) -> tuple[int, dict[str, torch.Tensor]]:
     """Elements copied, and gradients of two micro-batches, of a sharded model."""
     model = shard(build_model(), Sharding(strategy=strategy, units=(Layer,), options=options))

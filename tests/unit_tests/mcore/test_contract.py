@@ -73,6 +73,18 @@ def test_a_tied_weight_is_refused_with_fused_gradients(mcore_ranks2: RankPool) -
     mcore_ranks2.run_expecting(NotImplementedError, "gradient_accumulation_fusion.*untie", refuse_fused_and_tied)
 
 
+def write_twice() -> None:
+    with fused_linear_layers():
+        model = build(Case(config=FUSED))
+    trained = next(group for group in model.param_and_grad_buffer.parameter_groups if group.requires_grad)
+    for _ in range(2):
+        trained.params[0].get_main_grad()
+
+
+def test_a_second_fused_gradient_in_a_backward_is_refused(mcore_ranks2: RankPool) -> None:
+    mcore_ranks2.run_expecting(RuntimeError, "second gradient in one backward.*fusion off", write_twice)
+
+
 def gradients(decoupled: bool) -> dict:
     case = Case(strategy=3, ddp={"megatron_fsdp_use_decoupled_grad": decoupled})
     model = build(case)

@@ -134,7 +134,7 @@ class NanReport:
 
 def _own_grad(group: ParamGroup, slot: int, param: torch.nn.Parameter) -> torch.Tensor | None:
     if getattr(param, "grad_added_to_main_grad", False):  # a fused kernel wrote it past autograd
-        return group.main_grad.fused_view(slot)
+        return group.main_grad.place(slot)
     return None if param.grad is None else local_part(param.grad)
 
 

@@ -4,7 +4,7 @@ In backward such a layer takes `weight.get_main_grad()` and overwrites it with t
 `grad_added_to_main_grad`, and gives autograd a dummy, so that hooks still run.
 """
 
-import dataclasses
+import functools
 import importlib.util
 import weakref
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from megatron.core.utils import is_te_min_version
 from torch import nn
 
 from megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
-from megatron_fsdp.state.main_grad import MainGrad
+from megatron_fsdp.state.param_group import ParamGroup
 
 _HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 
@@ -38,22 +38,22 @@ def install(buffer: ParamAndGradBuffer) -> None:
         if group.main_grad is None:
             continue
         for slot, param in enumerate(group.params):
-            param.get_main_grad = _View(weakref.ref(group.main_grad), slot)
+            param.get_main_grad = functools.partial(_lend, weakref.ref(group), slot)
             param.grad_added_to_main_grad = False
             param.overwrite_main_grad = True
             # Otherwise the view would keep the whole group's gradients alive.
             param.register_post_accumulate_grad_hook(_forget_main_grad)
 
 
-@dataclasses.dataclass(frozen=True)
-class _View:
+def _lend(group: weakref.ref[ParamGroup], slot: int) -> torch.Tensor:
     """Where one parameter's gradient of this backward goes."""
-
-    main_grad: weakref.ref[MainGrad]
-    slot: int
-
-    def __call__(self) -> torch.Tensor:
-        return self.main_grad().fused_view(self.slot)
+    place = group().main_grad.lend(slot)
+    if place is None:
+        raise RuntimeError(
+            f"{group().facts.fqns[slot]} has a second gradient in one backward, which would overwrite the first; turn "
+            "gradient_accumulation_fusion off, or use the weight once in each forward and call backward for each."
+        )
+    return place
 
 
 def _forget_main_grad(param: torch.Tensor) -> None:

@@ -1,178 +1,153 @@
-"""Has linear layers compute their weight's gradient where it is reduced from, so that nothing copies it there."""
+"""Large weights whose gradient `F.linear` computes where it is reduced from, so that nothing copies it there."""
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_fsdp.machine.torch_compat import (
-    accumulates_gradient,
-    graph_task,
-    has_hooks,
-    is_transformed,
-    multiply_into,
-)
+from megatron_fsdp.machine import torch_compat
 from megatron_fsdp.runtime.schedule import Schedule
-from megatron_fsdp.runtime.unit import Place, Unit, contains
+from megatron_fsdp.runtime.unit import Unit, contains
 
 LEAST_NUMEL = 2**25
-"""Elements of a weight from which on it pays. An H200 copies a million bf16 gradients in 1.7 us beside other work, and
-the layer's call and its backward take 28 us more of the host than torch's (docs/performance.md)."""
+"""Elements of a weight from which on it pays. An H200 copies a million bf16 gradients in 1.7 us beside other work. A
+call and its backward take the host longer than torch's: 11.1 us on a CPU, where what took 28 us beside that H200 took
+8.9 (docs/performance.md)."""
 
 
 def install(schedule: Schedule) -> None:
-    """Gives every large `nn.Linear` whose gradients are reduced in each backward a forward with such a backward.
+    """Makes every large matrix whose gradients are reduced in each backward a `LinearWeight`.
 
-    They travel in the weight's dtype or, on CUDA, in fp32: then they are not even rounded before they are. Only plain
-    layers: of a subclass, or with a `forward` of its own, nobody knows what it computes. Not in a unit around others,
-    whose gradients would lie in a communication buffer all the while that theirs come and go.
+    Gradients travel in the weight's dtype or, on CUDA, in fp32: then they are not even rounded before they are. Not in
+    a unit around others, whose gradients would lie in a communication buffer all the while that theirs come and go.
     """
-    tasks = _Tasks()
     for unit in schedule.units:
-        large = list(_large_weights(unit))
+        large = [
+            (raw, _Lender(weakref.ref(schedule), weakref.ref(unit), number, slot))
+            for number, group in enumerate(unit.groups)
+            if group.main_grad is not None and group.main_grad.lends
+            for slot, raw in enumerate(group.params)
+            if type(raw) is nn.Parameter and raw.dim() == 2 and raw.numel() >= LEAST_NUMEL
+        ]
         if not large or any(contains(unit, other) for other in schedule.units if other is not unit):
             continue
-        places = {id(param.raw): param.places for param in unit.params}
-        for number, slot, raw in large:
+        for raw, lender in large:
             raw.grad_dtype = None  # as it is computed, even if that is wider than the weight
-            _install(_Lender(schedule, unit, number, slot, tasks), places[id(raw)])
+            raw.__class__, raw.lender = LinearWeight, lender
+            if unit.groups[lender.number].facts.comm_dtype is raw.dtype:  # compiled gradients have the weight's dtype
+                _LENDERS[torch_compat.storage_id(raw), raw.storage_offset()] = lender
 
 
-def _large_weights(unit: Unit) -> Iterator[tuple[int, int, nn.Parameter]]:
-    """Parameters whose gradients could be computed in place, each with its group's number and its place in that."""
-    for number, group in enumerate(unit.groups):
-        if group.main_grad is not None and group.main_grad.lends:
-            for slot, raw in enumerate(group.params):
-                if type(raw) is nn.Parameter and raw.numel() >= LEAST_NUMEL:
-                    yield number, slot, raw
-
-
-def _install(lender: _Lender, places: Iterable[Place]) -> None:
-    for place in places:
-        module = place.module()
-        if type(module) is nn.Linear and place.name == "weight" and "forward" not in vars(module):
-            module.forward = _LinearForward(module, lender)
-
-
-class _Tasks:
-    """What becomes of the gradients that autograd's graph tasks compute; each is asked once, for all its leaves."""
-
-    def __init__(self) -> None:
-        self._task = -1
-        self._accumulates = False
-
-    def accumulates(self, leaf: torch.Tensor) -> bool:
-        """The running task accumulates into `leaf.grad`; it does not hand gradients to somebody who keeps them."""
-        task = graph_task()
-        if task != self._task:
-            self._task, self._accumulates = task, accumulates_gradient(leaf)
-        return self._accumulates
-
-
+@dataclasses.dataclass(frozen=True)
 class _Lender:
-    """Where the gradient of one weight goes. Like hooks it keeps nothing alive."""
+    """Knows where one weight's gradient is reduced from. Like hooks it keeps nothing alive."""
 
-    def __init__(self, schedule: Schedule, unit: Unit, number: int, slot: int, tasks: _Tasks):
-        self._schedule = weakref.ref(schedule)
-        self._unit = weakref.ref(unit)
-        self._number = number
-        """Of the unit's groups the one that the weight is in."""
-        self._slot = slot
-        self._raw = weakref.ref(unit.groups[number].params[slot])
-        self._tasks = tasks
-        self._device_type = unit.groups[number].facts.device.type
+    schedule: weakref.ref[Schedule]
+    unit: weakref.ref[Unit]
+    number: int
+    """Of the unit's groups the one that the weight is in."""
+    slot: int
 
-    def serves(self, weight: torch.Tensor, x: torch.Tensor) -> bool:
-        """This is the weight, and nothing but autograd looks at what is done with it."""
-        return (
-            weight is self._raw()
-            and type(x) is torch.Tensor
-            and x.dtype is weight.dtype
-            and x.layout is torch.strided  # not sparse
-            and not x.is_nested
-            and torch.is_grad_enabled()
-            and not torch.is_autocast_enabled(self._device_type)
-            and not is_transformed()
-        )
-
-    def product(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """The weight's gradient as `left @ right`, in its place or, if that is taken or of no use, in new memory."""
-        place = self._place()
-        return left @ right if place is None else multiply_into(left, right, place)
-
-    def _place(self) -> torch.Tensor | None:
-        schedule, unit = self._schedule(), self._unit()
-        if schedule is None or unit is None or torch.is_grad_enabled():  # differentiated again
-            return None
-        raw = self._raw()
-        if has_hooks(raw) or not self._tasks.accumulates(raw):  # somebody may keep it
-            return None
-        return schedule.lend_gradient(unit, unit.groups[self._number], self._slot)
+    def product(self, grad: torch.Tensor, input: torch.Tensor, *, is_compiled: bool = False) -> torch.Tensor:
+        """The weight's gradient, in its place or, if that is taken or somebody may keep it, in new memory."""
+        place, schedule, unit = None, self.schedule(), self.unit()
+        if schedule is not None and unit is not None:
+            group = unit.groups[self.number]
+            if torch_compat.only_accumulates(group.params[self.slot]):
+                place = schedule.lend_gradient(unit, group, self.slot)
+        if place is None:
+            return grad.t() @ input
+        if is_compiled:
+            group.main_grad.hold_until_found(self.slot)
+        return torch_compat.multiply_into(grad.t(), input, place)
 
 
-class _LinearForward:
-    """Stands in for `nn.Linear.forward` of one module."""
-
-    def __init__(self, module: nn.Linear, lender: _Lender):
-        self._module = weakref.ref(module)
-        self._lender = lender
-
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """What `nn.Linear` computes."""
-        module = self._module()
-        params = module._parameters  # not through the module: the host must run ahead of the device
-        weight = params.get("weight")
-        if self._lender.serves(weight, input) and _is_plain(module):
-            return _Linear.apply(input, weight, params["bias"], self._lender)
-        return type(module).forward(module, input)
-
-    def __deepcopy__(self, memo: dict) -> _LinearForward:
-        raise NotImplementedError(
-            "a module of a sharded model cannot be deep-copied; copy it before sharding, or copy its state_dict()."
-        )
+_LENDERS: weakref.WeakValueDictionary[tuple[int, int], _Lender] = weakref.WeakValueDictionary()
+"""By storage and offset, which a weight keeps: compiled code and checkpoints hand on another object than the weight."""
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """It is still torch's own layer, and its `weight` and `bias` are its parameters of these names.
+class LinearWeight(nn.Parameter):
+    """A weight whose gradient `F.linear` writes in place, whoever calls it; all else is torch's own."""
 
-    A pruned bias is an attribute, one that is not trained may be a buffer, and libraries replace `nn.Linear.forward`.
-    """
-    attributes = vars(module)
-    return (
-        type(module) is nn.Linear
-        and "bias" in attributes["_parameters"]
-        and "bias" not in attributes
-        and "weight" not in attributes
-        and getattr(nn.Linear.forward, "__globals__", None) is _TORCHS
+    lender: _Lender | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Calls `func`, or for `F.linear` what stands in for it."""
+        if len(types) > 1 and (others := tuple(other for other in types if not issubclass(cls, other))):
+            return others[0].__torch_function__(func, others, args, kwargs)  # as if this one overrode nothing
+        with torch_compat.without_overrides():
+            return (_linear if func is F.linear else func)(*args, **(kwargs or {}))
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """Saved as a parameter like any other."""
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """What `F.linear` computes; differentiated by `_Linear` if nothing but autograd looks at it."""
+    is_plain = (
+        type(input) is torch.Tensor
+        and input.layout is torch.strided  # not sparse
+        and not input.is_nested
+        and torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(input.device.type)
+        and not torch_compat.is_transformed()
     )
-
-
-_TORCHS = vars(torch.nn.modules.linear)
-"""Where torch's own `nn.Linear.forward` finds its names."""
+    if not is_plain:
+        return F.linear(input, weight, bias)
+    linear = torch.ops.megatron_fsdp.linear if torch.compiler.is_compiling() else _Linear.apply
+    return linear(input, weight, bias)
 
 
 class _Linear(torch.autograd.Function):
     """`F.linear`, with torch's own products in backward, but for where one of them is written."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lender: _Lender) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.lender = lender
+    def forward(ctx, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.lender = getattr(weight, "lender", None)
         # Of a batch torch gives a view of rows, and views that leave such a function cannot be changed in place.
-        return F.linear(x, weight, bias).data
+        return F.linear(input, weight, bias).data
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        of_input, of_weight, of_bias, _ = ctx.needs_input_grad
+        input, weight = ctx.saved_tensors  # a checkpoint runs its forward again here, overrides and all
+        of_input, of_weight, of_bias = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
-        return (
-            rows.mm(weight).view(x.shape) if of_input else None,
-            ctx.lender.product(rows.t(), x.reshape(-1, x.shape[-1])) if of_weight else None,
-            rows.sum(0) if of_bias else None,
-            None,
-        )
+        with torch_compat.without_overrides():
+            return (
+                rows.mm(weight).view(input.shape) if of_input else None,
+                _weight_grad(ctx.lender, rows, input.reshape(-1, input.shape[-1]), weight) if of_weight else None,
+                rows.sum(0) if of_bias else None,
+            )
+
+
+def _weight_grad(lender: _Lender | None, grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if torch.is_grad_enabled():  # differentiated again
+        return grad.t() @ input
+    if lender is None:  # the compiler traces
+        return torch.ops.megatron_fsdp.weight_grad(grad, input, weight)
+    return lender.product(grad, input)
+
+
+def _compiled_weight_grad(grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    lender = _LENDERS.get((torch_compat.storage_id(weight), weight.storage_offset()))
+    return grad.t() @ input if lender is None else lender.product(grad, input, is_compiled=True)
+
+
+# For the compiler `linear` is what it is made of, and `weight_grad`, of which it knows nothing, a pure function.
+_OPS = torch.library.Library("megatron_fsdp", "DEF")
+_OPS.define("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
+_OPS.impl("linear", _Linear.apply, "CompositeImplicitAutograd")
+_OPS.define("weight_grad(Tensor grad, Tensor input, Tensor weight) -> Tensor", tags=torch.Tag.cudagraph_unsafe)
+_OPS.impl("weight_grad", _compiled_weight_grad, "CompositeExplicitAutograd")
+torch.library.register_fake("megatron_fsdp::weight_grad", lambda grad, input, weight: torch.empty_like(weight))

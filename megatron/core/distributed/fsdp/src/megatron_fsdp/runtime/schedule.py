@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.collectives import GradScale
 from megatron_fsdp.machine.device import Device
-from megatron_fsdp.machine.torch_compat import graph_task, in_backward, on_backward_end
+from megatron_fsdp.machine.torch_compat import graph_task, in_backward, on_backward_end, without_overrides
 from megatron_fsdp.plan import program as plan
 from megatron_fsdp.plan.program import AGAIN, BEGINS, ENTER, EXIT, GRAD, KEEP, OVER, Token
 from megatron_fsdp.runtime.consensus import Consensus
@@ -414,14 +414,13 @@ class Schedule:
 
     def _check_strays(self, running: Pass) -> None:
         """Raises RuntimeError if gradients have come after their reduction: they would be lost."""
-        for unit in self.units:
-            for raw in unit.trainable:
-                if raw.grad is not None:
-                    raise RuntimeError(
-                        f"gradients of unit {unit.label} came after their place in the program "
-                        f"({self._where(running)}). Call model.schedule.forget() on all ranks between steps, and run "
-                        "every unit in the first one."
-                    )
+        with without_overrides():
+            late = [unit for unit in self.units for raw in unit.trainable if raw.grad is not None]
+        if late:
+            raise RuntimeError(
+                f"gradients of unit {late[0].label} came after their place in the program ({self._where(running)}). "
+                "Call model.schedule.forget() on all ranks between steps, and run every unit in the first one."
+            )
 
     def _end_backward(self, running: Pass) -> None:
         self.watch.turn_back(None)

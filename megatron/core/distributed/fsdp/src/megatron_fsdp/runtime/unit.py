@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.machine.device import Event
-from megatron_fsdp.machine.torch_compat import storage_id, version_of
+from megatron_fsdp.machine.torch_compat import storage_id, version_of, without_overrides
 from megatron_fsdp.state.param_group import ParamGroup
 from megatron_fsdp.state.tensor_parallel import local_part
 
@@ -140,8 +140,8 @@ class Unit:
             return False
         for output in outputs:
             tensor = local_part(output)
-            is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-            if is_plain and storage_id(tensor) in self._storages:
+            is_plain = type(tensor) is torch.Tensor or type(tensor.data) is torch.Tensor  # or a parameter of one
+            if is_plain and tensor.layout is torch.strided and storage_id(tensor) in self._storages:
                 return True
         return False
 
@@ -196,7 +196,8 @@ class Unit:
 
     def has_stray_grads(self) -> bool:
         """Gradients have arrived that no reduction has taken."""
-        return any(raw.grad is not None for raw in self.trainable)
+        with without_overrides():
+            return any(raw.grad is not None for raw in self.trainable)
 
 
 def contains(unit: Unit, other: Unit) -> bool:

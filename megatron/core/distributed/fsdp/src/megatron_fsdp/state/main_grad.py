@@ -14,7 +14,13 @@ import torch
 
 from megatron_fsdp.machine.allocator import StoragePool
 from megatron_fsdp.machine.collectives import GradScale
-from megatron_fsdp.machine.torch_compat import foreach_add_, foreach_copy_, foreach_zero_, multiplies_into
+from megatron_fsdp.machine.torch_compat import (
+    foreach_add_,
+    foreach_copy_,
+    foreach_zero_,
+    multiplies_into,
+    without_overrides,
+)
 from megatron_fsdp.plan.strategy import PARTIAL, AxisPair
 from megatron_fsdp.state.flat_buffer import FlatBuffer, Span
 from megatron_fsdp.state.tensor_parallel import local_part
@@ -59,8 +65,8 @@ class MainGrad:
         self._spent: torch.Tensor | None = None
         """A part that has been added again: kept until the stream that allocated it has waited for the addition."""
         self._staged: FlatBuffer | None = None
-        self._lent: dict[int, weakref.ref[torch.Tensor]] = {}
-        """Parameters whose place in the staged gradients is taken, with what was computed there."""
+        self._lent: dict[int, Callable[[], object]] = {}
+        """Parameters whose place in the staged gradients is taken, with who holds it still, if anybody does."""
         # Worked out once: this is needed of every parameter in every backward, and the host must run ahead.
         self._spans = [Span.of(slot.shape, slot.start) for slot in facts.layout.slots]
         self._final_spans = [self.final.span(slot) for slot in range(len(facts.layout.slots))]
@@ -116,20 +122,30 @@ class MainGrad:
 
     # -- from autograd ------------------------------------------------------------------------------------------
 
-    def fused_view(self, slot: int) -> torch.Tensor:
-        """Where a fused weight-gradient kernel writes parameter `slot`'s gradient of this backward, full shape."""
-        return self._stage().view(slot)
-
     def lend(self, slot: int) -> torch.Tensor | None:
-        """Where parameter `slot`'s gradient of this backward may be computed, full shape, to be left on the parameter.
+        """Where parameter `slot`'s gradient of this backward may be computed, full shape; None if that is taken.
 
-        None if its place is taken: whoever comes second in a backward needs memory of its own, for autograd to add.
+        Whoever comes second in a backward needs memory of its own, for autograd to add.
         """
         if slot in self._lent:
             return None
-        place = self._spans[slot].view(self._stage().data)
+        place = self.place(slot)
         self._lent[slot] = weakref.ref(place)
         return place
+
+    def hold_until_found(self, slot: int) -> None:
+        """Counts the place of parameter `slot` as held until its gradient is found there.
+
+        Compiled code that only adds what it was lent to something else puts other tensors into that memory.
+        """
+        self._lent[slot] = lambda: None if self._is_in_place(slot, self._facts.params[slot].grad) else self
+
+    def _is_in_place(self, slot: int, grad: torch.Tensor | None) -> bool:
+        return grad is not None and grad.data_ptr() == self.place(slot).data_ptr()
+
+    def place(self, slot: int) -> torch.Tensor:
+        """Where parameter `slot`'s gradient of this backward is reduced from, full shape."""
+        return self._spans[slot].view(self._stage().data)
 
     def _stage(self) -> FlatBuffer:
         """This backward's unreduced gradients, whole, in the dtype in which they travel or else accumulate."""
@@ -179,8 +195,11 @@ class MainGrad:
     def _write(self, target: FlatBuffer, *, accumulate: bool) -> None:
         """Moves `param.grad` of every parameter into `target`, which is whole, in one batched copy or addition."""
         views, grads, untouched = [], [], []
-        for slot, (span, param) in enumerate(zip(self._spans, self._facts.params, strict=True)):
-            grad, param.grad = param.grad, None
+        with without_overrides():
+            found = [param.grad for param in self._facts.params]
+            for param in self._facts.params:
+                param.grad = None
+        for slot, (span, param, grad) in enumerate(zip(self._spans, self._facts.params, found, strict=True)):
             if getattr(param, "grad_added_to_main_grad", False):
                 param.grad_added_to_main_grad = False
             elif grad is not None:
