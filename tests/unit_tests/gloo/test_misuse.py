@@ -144,7 +144,26 @@ def test_a_step_that_the_model_does_not_see_is_refused(ranks2: RankPool) -> None
     for options, kind in UNSEEN:
         ranks2.run_expecting(RuntimeError, OTHER_VALUES, step_unseen, options, kind, False)
         ranks2.run(step_unseen, options, kind, True)
-    ranks2.run(step_unseen, {"zero_dp_strategy": 3}, {}, False)  # Gathers read what is there.
+    for kind in ({}, {"foreach": True}):
+        ranks2.run(step_unseen, {"zero_dp_strategy": 3}, kind, False)  # Gathers read what is there.
+
+
+def drop_gradients(changes: bool) -> None:
+    """Cycles without a step, between which weights may be changed by the contract: legal, whoever steps."""
+    torch.manual_seed(0)
+    model = fully_shard_model(nn.Linear(4, 3), zero_dp_strategy=2)
+    for _ in range(3):
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+        model.zero_grad()
+        if changes:
+            with model.full_params(), torch.no_grad():
+                model.module.weight.add_(1.0)
+
+
+def test_gradients_may_be_dropped_without_a_step(ranks2: RankPool) -> None:
+    for changes in (False, True):
+        ranks2.run(drop_gradients, changes)
 
 
 def write_under_resident_weights(how: str) -> None:

@@ -1,6 +1,6 @@
 """Which source file may import or name what; `test_imports.py` applies it to the tree and to made-up sources.
 
-Layers, lowest first: plan/ and config.py, machine/, state/, runtime/, files beside `__init__.py`, mcore/.
+Layers, lowest first: plan/ and config.py, machine/, state/, runtime/, diagnostics/, files beside `__init__.py`, mcore/.
 """
 
 import ast
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 PACKAGE = "megatron_fsdp"
-SURFACE_LAYER = 4
-LAYER_OF_FOLDER = {"plan": 0, "machine": 1, "state": 2, "runtime": 3, "mcore": 5}
+SURFACE_LAYER = 5
+LAYER_OF_FOLDER = {"plan": 0, "machine": 1, "state": 2, "runtime": 3, "diagnostics": 4, "mcore": 6}
 LAYER_OF_FILE = {"config.py": 0, "package_info.py": 0}
 STRATEGIES = {"no_shard", "optim", "optim_grads", "optim_grads_params"}
 MAX_LINES = 400

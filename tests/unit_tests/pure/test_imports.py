@@ -42,9 +42,11 @@ def test_other_files_keep_the_rules():
         ("config.py", "import torch\ntorch.distributed.barrier()", "config.py:2: torch.distributed.barrier"),
         ("plan/layout.py", "from ..machine import mesh", "layer 1, above this file's layer 0"),
         ("state/codec.py", "from megatron_fsdp.runtime.unit import Unit", "layer 3, above this file's layer 2"),
-        ("state/codec.py", "from megatron_fsdp import fully_shard", "layer 4, above this file's layer 2"),
+        ("state/codec.py", "from megatron_fsdp import fully_shard", "layer 5, above this file's layer 2"),
+        ("runtime/hooks.py", "from megatron_fsdp.diagnostics import error_hints", "layer 4, above this file's layer 3"),
+        ("diagnostics/summary.py", "from megatron_fsdp import dtensor", "layer 5, above this file's layer 4"),
         ("machine/mesh.py", "from .. import state", "layer 2, above this file's layer 1"),
-        ("fully_shard.py", "def f():\n    from .mcore import adapter", "layer 5, above this file's layer 4"),
+        ("fully_shard.py", "def f():\n    from .mcore import adapter", "layer 6, above this file's layer 5"),
         ("state/codec.py", "import transformer_engine.pytorch as te", "belongs in state/codec_te.py"),
         (
             "state/codec.py",

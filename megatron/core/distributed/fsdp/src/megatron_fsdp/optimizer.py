@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_fsdp.local_step import can_step_locally, local_step
 from megatron_fsdp.optimizer_state import adopt_state, compact_before_state, count_unmarked, create_state, mark_state
@@ -61,6 +60,7 @@ def fully_shard_optimizer(
     if getattr(optimizer, _MARK, False):
         return optimizer
     check_kind(optimizer)
+    model.step_guard.is_active = False
     setattr(optimizer, _MARK, True)
     optimizer.__deepcopy__ = _refuse_copy  # copy.deepcopy asks the instance
     _wrap_step(optimizer, model)
@@ -76,21 +76,6 @@ def fully_shard_optimizer(
     if preproc_state_dict_for_dcp_ckpt:
         optimizer.register_state_dict_post_hook(lambda opt, state_dict: mark_state(opt))
     return optimizer
-
-
-def _count_changes(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Makes the step of any optimizer visible to the model whose parameters it holds.
-
-    Those that update many tensors in one operation leave no trace on DTensors (torch 2.13).
-    """
-    for group in optimizer.param_groups:
-        if group.get("fused") or group.get("foreach"):
-            for param in group["params"]:
-                if hasattr(param, "_megatron_fsdp_owner"):
-                    torch.autograd.graph.increment_version(param)
-
-
-register_optimizer_step_post_hook(_count_changes)
 
 
 def _refuse_copy(memo: dict) -> NoReturn:
@@ -170,11 +155,6 @@ def _model_of(optimizer: torch.optim.Optimizer) -> Any:
             f"the optimizer holds parameters of {len(models)} sharded models; use one optimizer for each model."
         )
     return next(iter(models.values()))
-
-
-def owner_reference(model: Any) -> weakref.ref:
-    """What a sharded parameter remembers of its model; weak, so that parameters do not keep the model alive."""
-    return weakref.ref(model)
 
 
 # -- step and zero_grad -----------------------------------------------------------------------------------------------
