@@ -165,6 +165,20 @@ CASTING = {
 }
 
 
+def ask_for_state_of_a_class_on_dtensors():
+    from megatron_fsdp import fully_shard_optimizer
+
+    model = build_sharded(3, **AUTO)
+    optimizer = fully_shard_optimizer(CASTING["DTensors"](model.parameters()))
+    state = optimizer.state_dict()["state"].values()
+    return [each["momentum_buffer"].full_tensor() for each in state]
+
+
+def test_a_class_that_steps_on_dtensors_makes_its_state_on_them(ranks2):
+    for moments in ranks2.run(ask_for_state_of_a_class_on_dtensors):
+        assert_close(moments, [torch.zeros_like(param) for param in build_whole().parameters()])
+
+
 def compare_casts(which, main_dtype, grad_dtype, by_closure):
     """Local weights after steps with gradients of their own dtype, and with the same ones cast by hand before."""
     from megatron_fsdp import fsdp_single_owner, fully_shard_optimizer

@@ -30,7 +30,7 @@ def engine_step(optimizer: torch.optim.Optimizer, base: Callable) -> Callable:
     gradients in their parameters' dtype.
     """
     is_owner = owned_kind(optimizer) is not None
-    if not is_owner and not is_elementwise(optimizer):
+    if not is_owner and ("step" in vars(optimizer) or not is_elementwise(optimizer)):
         return _step_on_dtensors(base)
     if getattr(base, "__globals__", {}).get("__name__") != torch.optim.Optimizer.__module__:
         return _step_on_rows(base, is_owner=is_owner)  # replaced in the class, around torch's hooks

@@ -45,9 +45,9 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """True for torch's own element-wise classes with torch's own `step`; subclasses of them may do anything."""
+    """True for torch's own element-wise classes with their own `step`; subclasses of them may do anything."""
     kind = type(optimizer)
-    if kind.__name__ not in _ELEMENTWISE or "step" in vars(optimizer) or optimizer.defaults.get("differentiable"):
+    if kind.__name__ not in _ELEMENTWISE or optimizer.defaults.get("differentiable"):
         return False
     step, origins = kind.step, [kind.__module__]
     while step is not None:  # `functools.wraps` copies names, but not globals

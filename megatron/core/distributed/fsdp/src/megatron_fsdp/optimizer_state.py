@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.dtensor import ShardSpec
 from megatron_fsdp.machine.device import Device
 from megatron_fsdp.machine.torch_compat import local_tensor
-from megatron_fsdp.optimizer_kinds import owned_kind
+from megatron_fsdp.optimizer_kinds import is_elementwise, owned_kind
 from megatron_fsdp.state.param_tags import copy_tags
 
 #: An attribute of DTensors that the engine has made or looked at: they lie like their parameter, and torch DCP knows.
@@ -31,7 +31,7 @@ _SCALAR_STATE: dict[str, Callable[[dict[str, Any]], Any]] = {
 def create_state(optimizer: torch.optim.Optimizer) -> None:
     """Gives an optimizer that has not stepped yet the state of zero steps; parameters and options stay as they are.
 
-    The state is what one step with zero gradients leaves on a copy of each parameter's rows, its counters set back.
+    The state is what one step with zero gradients leaves on a copy of each parameter, its counters set back.
     What is owned has its kind's, on every rank, empty where it owns nothing. State that is there is left alone.
 
     Raises:
@@ -53,6 +53,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     for param, state in made.items():
         if state:
             optimizer.state[param] = {name: as_shard(param, name, value) for name, value in state.items()}
+    mark_state(optimizer)
 
 
 def _state_after_zero_steps(
@@ -63,19 +64,19 @@ def _state_after_zero_steps(
             "SGD with dampening starts from its first gradient undamped, which no state before the first step can say; "
             "call step() once before state_dict()."
         )
-    rows = nn.Parameter(local_tensor(param).detach().clone())
-    copy_tags(param, rows)
-    rows.grad = torch.zeros_like(rows)
+    stand_in = nn.Parameter((local_tensor(param) if is_elementwise(optimizer) else param).detach().clone())
+    copy_tags(param, stand_in)
+    stand_in.grad = torch.zeros_like(stand_in)
     options = {key: value for key, value in group.items() if key != "params"}
     options = copy.deepcopy({key: v.to_local() if isinstance(v, DTensor) else v for key, v in options.items()})
     if "weight_decay" in options:  # as part of the gradient it would leave a trace
         options["weight_decay"] = 0.0
-    optimizer.param_groups = [{**options, "params": [rows]}]
+    optimizer.param_groups = [{**options, "params": [stand_in]}]
     step = type(optimizer).step
     getattr(step, "__wrapped__", step)(optimizer)  # without hooks
-    state = optimizer.state.pop(rows, {})
+    state = optimizer.state.pop(stand_in, {})
     for key, value in state.items():
-        if value is None or _is_shaped_like(rows, key, value):
+        if value is None or _is_shaped_like(stand_in, key, value):
             continue
         # Every rank must come to the same end, so the name decides, not the values.
         if key not in _SCALAR_STATE:
@@ -105,13 +106,13 @@ def compact_before_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_step_pre_hook(compact)
 
 
-def _is_shaped_like(rows: torch.Tensor, name: str, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == rows.shape and name not in _SCALAR_STATE
+def _is_shaped_like(param: torch.Tensor, name: str, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == param.shape and name not in _SCALAR_STATE
 
 
 def as_shard(param: nn.Parameter, name: str, value: Any) -> Any:
     """Local state as users see it: as a DTensor where it is shaped like this rank's rows of `param`, else as it is."""
-    if not _is_shaped_like(local_tensor(param), name, value):
+    if isinstance(value, DTensor) or not _is_shaped_like(local_tensor(param), name, value):
         return value
     spec = getattr(param, "megatron_fsdp_spec", None)
     if spec is not None:
