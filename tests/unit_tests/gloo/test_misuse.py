@@ -161,6 +161,27 @@ def drop_gradients(changes: bool) -> None:
                 model.module.weight.add_(1.0)
 
 
+def look_whether_weights_are_watched() -> tuple[bool, list[bool]]:
+    """With an optimizer that is known, and with none, after each of some cycles."""
+    from megatron_fsdp.diagnostics.step_guard import FIRST_CYCLES
+
+    known, _ = sharded()
+    model = fully_shard_model(nn.Linear(4, 3), zero_dp_strategy=2)
+    seen = []
+    for _ in range(FIRST_CYCLES):
+        seen.append(model.step_guard.is_active)
+        model(torch.ones(2, 4)).sum().backward()
+        model.zero_grad()
+    return known.step_guard.is_active, [*seen, model.step_guard.is_active]
+
+
+def test_weights_are_watched_in_the_first_cycles_of_a_model_without_an_optimizer(ranks2: RankPool) -> None:
+    for is_known_watched, (*first, later) in ranks2.run(look_whether_weights_are_watched):
+        assert not is_known_watched
+        assert all(first)
+        assert not later
+
+
 def test_gradients_may_be_dropped_without_a_step(ranks2: RankPool) -> None:
     for changes in (False, True):
         ranks2.run(drop_gradients, changes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -170,37 +169,26 @@ def _make_zero_grad(model: Any, optimizer: torch.optim.Optimizer, base: Callable
 def _bind(
     optimizer: torch.optim.Optimizer, name: str, make: Callable[[torch.optim.Optimizer, Callable], Callable]
 ) -> None:
-    """Puts what `make` makes of the optimizer's method `name` in its place: a function of the optimizer.
+    """Puts what `make` makes of the optimizer's method `name`, a function of the optimizer, in the method's place.
 
-    It has the class's parameters and its own keyword-only ones.
+    It has the class's parameters and its own keyword-only ones. A real bound method would be a cycle, and the model
+    outlive its last use.
     """
-    method = getattr(optimizer, name)
+    method, owner = getattr(optimizer, name), weakref.ref(optimizer)
     # What learning-rate schedulers put in a method's place is bound already; it refers to the optimizer weakly.
-    base = (
-        method.__func__ if isinstance(method, types.MethodType) else lambda _, *args, **kwargs: method(*args, **kwargs)
-    )
+    base = getattr(method, "__func__", None) or (lambda _, *args, **kwargs: method(*args, **kwargs))
     function = make(optimizer, base)
     own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]
     signature = inspect.signature(getattr(type(optimizer), name))  # the scheduler's is another one
     params = sorted([*signature.parameters.values(), *own], key=lambda param: param.kind)
-    function.__doc__, function.__signature__ = method.__doc__, signature.replace(parameters=params)
-    bound = _WeakMethod(function, optimizer, signature.replace(parameters=params[1:]))
-    # Schedulers mark the method that they have seen, and warn about another one.
+
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        return function(owner(), *args, **kwargs)
+
+    # Schedulers mark the method that they have seen, warn about another one, and take its function.
     vars(bound).update({key: value for key, value in vars(method).items() if key.startswith("_wrapped_by")})
+    bound.__func__, bound.__self__ = function, weakref.proxy(optimizer)
+    function.__signature__ = signature.replace(parameters=params)
+    bound.__signature__ = signature.replace(parameters=params[1:])
+    bound.__doc__ = function.__doc__ = method.__doc__
     setattr(optimizer, name, bound)
-
-
-class _WeakMethod:
-    """A bound method for its own object to hold; a real one would be a cycle, and the model outlive its last use."""
-
-    def __init__(self, function: Callable, owner: Any, signature: inspect.Signature):
-        self.__func__ = function  # read by learning-rate schedulers
-        self.__doc__, self.__signature__ = function.__doc__, signature
-        self._owner = weakref.ref(owner)
-
-    @property
-    def __self__(self) -> Any:
-        return self._owner()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__func__(self._owner(), *args, **kwargs)
