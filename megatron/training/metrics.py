@@ -13,7 +13,7 @@ from megatron.training.evaluate import Evaluation
 from megatron.training.optim import current_lr
 from megatron.training.state import Run, is_due
 from megatron.training.step import LOSS, StepResult
-from megatron_fsdp.mcore.grad_stats import total_norm
+from megatron_fsdp.grad_norm import counted_here, total_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,5 +210,5 @@ def _record(run: Run, result: StepResult, totals: Totals, params_norm: float | N
 
 def _params_norm(run: Run) -> float:
     """The 2-norm of all main weights. **Collective.**"""
-    weights = list(run.model.parameters())
-    return float(total_norm(weights, run.optimizer.get_grad_stats_parallel_group(), run.world.device))
+    weights = counted_here(run.model.parameters())
+    return float(total_norm(weights, [run.optimizer.get_grad_stats_parallel_group()], run.world.device))

@@ -99,3 +99,27 @@ def test_a_norm_that_is_none_is_refused(ranks2):
         ranks2.run_expecting(ValueError, "max_norm is .*; expected a number of 0 or more", clip, 3, max_norm)
     for text, number in ranks2.run(clip, 3, 0.05, ("inf", float("inf"))):
         assert text.norm.equal(number.norm)
+
+
+def clip_what_is_not_finite(value, norm_type):
+    """Norm and whole gradients by us, and by torch in one process, of gradients with `value` on the last rank."""
+    model = shard(build(), Sharding(units=(OddShapes,), options=AUTO))
+    inputs, target = batches(dist.get_world_size())[0][dist.get_rank()]
+    square_loss(model(inputs), target).backward()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        next(param for param in model.parameters() if param.to_local().numel()).grad.to_local().view(-1)[0] = value
+    plain = [torch.nn.Parameter(param.full_tensor()) for param in model.parameters()]
+    for ours, theirs in zip(model.parameters(), plain, strict=True):
+        theirs.grad = ours.grad.full_tensor()
+    expected = torch.nn.utils.clip_grad_norm_(plain, 0.05, norm_type)
+    norm = model.clip_grad_norm_(0.05, norm_type)
+    ours = [norm, *(param.grad.full_tensor() for param in model.parameters())]
+    return ours, [expected, *(param.grad for param in plain)]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_norms_that_are_not_finite_do_what_they_do_in_torch(ranks3, value, norm_type):
+    for ours, theirs in ranks3.run(clip_what_is_not_finite, value, norm_type):
+        assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+        assert not ours[0].isfinite()

@@ -1,4 +1,4 @@
-"""Steps of torch's own optimizers, which compute with local tensors once they have state."""
+"""Steps on local tensors: who takes them, what everybody else sees, and gradients of another dtype."""
 
 import contextlib
 import functools
@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.unit_tests.harness.models import square_loss
+from tests.unit_tests.harness.models import OddShapes, square_loss
 from tests.unit_tests.harness.optimizing import (
     AUTO,
     Kind,
@@ -23,6 +23,8 @@ from tests.unit_tests.harness.optimizing import (
     sharded_step,
 )
 from tests.unit_tests.harness.optimizing import build as build_whole
+from tests.unit_tests.harness.reference import DtypePolicy
+from tests.unit_tests.harness.sharded import Sharding, shard
 
 ADAMW = Kind("AdamW", {"lr": 0.01, "weight_decay": 0.1, "foreach": False})
 
@@ -76,7 +78,7 @@ def step_and_look():
 
 def test_steps_compute_with_local_tensors_and_show_sharded_ones(ranks2):
     for seen, shown, kept, is_clean, moments, has_state in ranks2.run(step_and_look):
-        assert seen[1:] == [{torch.Tensor}] * 2, "the first step makes the state"
+        assert seen == [{torch.Tensor}] * 3, "the first step makes the state"
         assert shown == {DTensor}
         assert moments == {DTensor}
         assert kept
@@ -86,7 +88,6 @@ def test_steps_compute_with_local_tensors_and_show_sharded_ones(ranks2):
 
 def step_with_a_closure():
     model, optimizer = build()
-    see_types(model, optimizer, 1)
     inputs, target = batches(dist.get_world_size(), 1)[0][dist.get_rank()]
 
     def closure():
@@ -97,56 +98,137 @@ def step_with_a_closure():
 
     with watched() as seen:
         loss = optimizer.step(closure)
-    return seen, loss.item() > 0
+    assert loss.item() > 0
+    return seen, full(model)
 
 
-def step_with_a_gradient_that_lies_otherwise():
+def step_with_a_full_gradient():
     model, optimizer = build()
-    see_types(model, optimizer, 1)
     inputs, target = batches(dist.get_world_size(), 1)[0][dist.get_rank()]
     square_loss(model(inputs), target).backward()
-    param = next(model.parameters())
-    param.grad = DTensor.from_local(torch.zeros(param.shape), param.device_mesh, [Replicate()], run_check=False)
-    with watched(acts=False) as seen:
+    for param in model.parameters():
+        param.grad = DTensor.from_local(param.grad.full_tensor(), param.device_mesh, [Replicate()], run_check=False)
+    with watched() as seen:
         optimizer.step()
-    return seen, True
+    return seen, full(model)
 
 
 def step_at_a_rate_that_is_a_dtensor():
     model, optimizer = build()
-    see_types(model, optimizer, 1)
     mesh = next(model.parameters()).device_mesh
-    optimizer.param_groups[0]["lr"] = DTensor.from_local(torch.tensor(0.01), mesh, [Replicate()], run_check=False)
+    rate = DTensor.from_local(torch.tensor(0.01), mesh, [Replicate()], run_check=False)
+    optimizer.param_groups[0]["lr"] = rate
     with watched() as seen:
         sharded_step(model, optimizer, batches(dist.get_world_size(), 1)[0])
-    return seen, True
+    assert optimizer.param_groups[0]["lr"] is rate
+    return seen, full(model)
 
 
-@pytest.mark.parametrize(
-    "step", [step_with_a_closure, step_with_a_gradient_that_lies_otherwise, step_at_a_rate_that_is_a_dtensor]
-)
-def test_what_local_tensors_cannot_do_is_left_to_dtensors(ranks2, step):
-    for seen, is_right in ranks2.run(step):
-        assert seen == [{DTensor}]
-        assert is_right
-
-
-def step_with_gradients_of_another_dtype():
-    model, optimizer = build(Kind("SGD", {"lr": 0.1}))
-    inputs, target = batches(dist.get_world_size(), 1)[0][dist.get_rank()]
-    square_loss(model(inputs), target).backward()
-    for param in model.parameters():
-        grad, param.grad, param.grad_dtype = param.grad, None, None
-        param.grad = grad.double()
-    optimizer.step()
-    return full(model)
-
-
-def test_gradients_of_another_dtype_are_taken(ranks2):
+@pytest.mark.parametrize("step", [step_with_a_closure, step_with_a_full_gradient, step_at_a_rate_that_is_a_dtensor])
+def test_what_is_not_local_is_made_local(ranks2, step):
     model = build_whole()
-    plain_step(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(2)[0])
-    for weights in ranks2.run(step_with_gradients_of_another_dtype):
+    plain_step(model, ADAMW.over(model.parameters()), batches(2)[0])
+    for seen, weights in ranks2.run(step):
+        assert seen == [{torch.Tensor}]
         assert_close(weights, [param.detach() for param in model.parameters()])
+
+
+def step_with_a_gradient_cut_otherwise():
+    model, optimizer = build()
+    param = next(param for param in model.parameters() if param.dim() > 1)
+    sharded_step(model, optimizer, batches(dist.get_world_size(), 1)[0])
+    param.grad = distribute_tensor(torch.zeros(param.shape), param.device_mesh, [Shard(1)])
+    optimizer.step()
+
+
+def test_a_gradient_that_lies_otherwise_is_refused(ranks2):
+    ranks2.run_expecting(ValueError, "a gradient of shape .* but this model keeps", step_with_a_gradient_cut_otherwise)
+
+
+class Halving(torch.optim.SGD):
+    """Reads norms of whole parameters, so it needs DTensors."""
+
+    def step(self, closure=None):
+        assert all(type(param) is DTensor for group in self.param_groups for param in group["params"])
+        return super().step(closure)
+
+
+class SOAP(torch.optim.SGD):
+    """Stands for one that owns whole matrices: known by its name."""
+
+
+CASTING = {
+    "local": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "foreach": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
+    "DTensors": lambda params: Halving(params, lr=0.1, momentum=0.9),
+    "owned": lambda params: SOAP(params, lr=0.1, momentum=0.9),
+}
+
+
+def ask_for_state_of_a_class_on_dtensors():
+    from megatron_fsdp import fully_shard_optimizer
+
+    model = build_sharded(3, **AUTO)
+    optimizer = fully_shard_optimizer(CASTING["DTensors"](model.parameters()))
+    state = optimizer.state_dict()["state"].values()
+    return [each["momentum_buffer"].full_tensor() for each in state]
+
+
+def test_a_class_that_steps_on_dtensors_makes_its_state_on_them(ranks2):
+    for moments in ranks2.run(ask_for_state_of_a_class_on_dtensors):
+        assert_close(moments, [torch.zeros_like(param) for param in build_whole().parameters()])
+
+
+def compare_casts(which, main_dtype, grad_dtype, by_closure):
+    """Local weights after steps with gradients of their own dtype, and with the same ones cast by hand before."""
+    from megatron_fsdp import fsdp_single_owner, fully_shard_optimizer
+
+    def train(*, casts):
+        module = build_whole()
+        fsdp_single_owner(module)
+        policy = DtypePolicy(main_params=main_dtype)
+        model = shard(module.to(main_dtype), Sharding(units=(OddShapes,), options=AUTO), policy)
+        optimizer = fully_shard_optimizer(CASTING[which](model.parameters()))
+
+        def backward():
+            for param in model.parameters():
+                param.grad, param.grad_dtype = None, None
+            optimizer.zero_grad()
+            square_loss(model(inputs), target).backward()
+            for param in model.parameters():
+                local = param.grad.to_local().to(grad_dtype)
+                param.grad = None
+                if not casts:
+                    local = local.to(main_dtype)
+                param.grad_dtype = local.dtype
+                param.grad = param.megatron_fsdp_spec.wrap(local)
+
+        for batch in batches(dist.get_world_size()):
+            inputs, target = (tensor.to(main_dtype) for tensor in batch[dist.get_rank()])
+            if by_closure:
+                optimizer.step(backward)
+            else:
+                backward()
+                grads = [param.grad for param in model.parameters()]
+                values = [grad.to_local().clone() for grad in grads]
+                optimizer.step()
+                for param, grad, value in zip(model.parameters(), grads, values, strict=True):
+                    assert param.grad is grad and param.grad_dtype is value.dtype
+                    assert_close([grad.to_local()], [value], rtol=0, atol=0)
+        assert all(param.to_local().grad is None for param in model.parameters())
+        return [param.to_local().clone() for param in model.parameters()]
+
+    return train(casts=True), train(casts=False)
+
+
+@pytest.mark.parametrize("by_closure", [False, True])
+@pytest.mark.parametrize(
+    ("main_dtype", "grad_dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+@pytest.mark.parametrize("which", CASTING)
+def test_gradients_of_another_dtype_are_cast_for_the_step(ranks2, which, main_dtype, grad_dtype, by_closure):
+    for ours, theirs in ranks2.run(compare_casts, which, main_dtype, grad_dtype, by_closure):
+        assert_close(ours, theirs, rtol=0, atol=0)
 
 
 def step_with_state_that_is_no_dtensor():
@@ -159,7 +241,8 @@ def step_with_state_that_is_no_dtensor():
 
 
 def test_state_that_is_no_dtensor_is_refused(ranks2):
-    ranks2.run_expecting(RuntimeError, "mixed torch.Tensor and DTensor", step_with_state_that_is_no_dtensor)
+    message = "'momentum_buffer' of shape .* is a plain tensor.* load_state_dict"
+    ranks2.run_expecting(ValueError, message, step_with_state_that_is_no_dtensor)
 
 
 def step_with_a_replaced_step():
@@ -308,7 +391,7 @@ def replace_inside_a_step():
     inputs, target = batches(dist.get_world_size(), 1)[0][dist.get_rank()]
     square_loss(model(inputs), target).backward()
     before = [state["exp_avg"].full_tensor() for state in optimizer.state.values()]
-    with local_step.holding(optimizer, local_step._lent_by(optimizer)):
+    with local_step.on_rows(optimizer):
         for state in optimizer.state.values():
             state.update(exp_avg=state["exp_avg"] + 1, count=3)
             del state["exp_avg_sq"]

@@ -143,6 +143,76 @@ def test_what_is_written_by_hand_and_not_installed_is_a_warning(ranks2: RankPool
                 assert "Call install_optimized_model_weights()" in message
 
 
+def step_unseen(options: dict[str, object], kind: dict[str, bool], installs: bool) -> None:
+    """Two steps of an optimizer that the model does not know, made from its parameters."""
+    torch.manual_seed(0)
+    model = fully_shard_model(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), fsdp_unit_modules=[nn.Linear], **options)
+    optimizer = torch.optim.AdamW(model.parameters(), **kind)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        model.zero_grad()
+        if installs:
+            model.install_optimized_model_weights()
+
+
+UNSEEN = [
+    ({"zero_dp_strategy": 1}, {}),
+    ({"zero_dp_strategy": 2}, {"fused": True}),
+    ({"zero_dp_strategy": 2}, {"foreach": True}),
+    ({"zero_dp_strategy": 0, "mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=torch.float64)}, {}),
+]
+OTHER_VALUES = "^0.weight, 0.bias of unit 0 have other values .* fully_shard_optimizer.*install_optimized_model_weights"
+
+
+def test_a_step_that_the_model_does_not_see_is_refused(ranks2: RankPool) -> None:
+    """Compute weights would stay what they were, for ever."""
+    for options, kind in UNSEEN:
+        ranks2.run_expecting(RuntimeError, OTHER_VALUES, step_unseen, options, kind, False)
+        ranks2.run(step_unseen, options, kind, True)
+    for kind in ({}, {"foreach": True}):
+        ranks2.run(step_unseen, {"zero_dp_strategy": 3}, kind, False)  # Gathers read what is there.
+
+
+def drop_gradients(changes: bool) -> None:
+    """Cycles without a step, between which weights may be changed by the contract: legal, whoever steps."""
+    torch.manual_seed(0)
+    model = fully_shard_model(nn.Linear(4, 3), zero_dp_strategy=2)
+    for _ in range(3):
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+        model.zero_grad()
+        if changes:
+            with model.full_params(), torch.no_grad():
+                model.module.weight.add_(1.0)
+
+
+def look_whether_weights_are_watched() -> tuple[bool, list[bool]]:
+    """With an optimizer that is known, and with none, after each of some cycles."""
+    from megatron_fsdp.diagnostics.step_guard import FIRST_CYCLES
+
+    known, _ = sharded()
+    model = fully_shard_model(nn.Linear(4, 3), zero_dp_strategy=2)
+    seen = []
+    for _ in range(FIRST_CYCLES):
+        seen.append(model.step_guard.is_active)
+        model(torch.ones(2, 4)).sum().backward()
+        model.zero_grad()
+    return known.step_guard.is_active, [*seen, model.step_guard.is_active]
+
+
+def test_weights_are_watched_in_the_first_cycles_of_a_model_without_an_optimizer(ranks2: RankPool) -> None:
+    for is_known_watched, (*first, later) in ranks2.run(look_whether_weights_are_watched):
+        assert not is_known_watched
+        assert all(first)
+        assert not later
+
+
+def test_gradients_may_be_dropped_without_a_step(ranks2: RankPool) -> None:
+    for changes in (False, True):
+        ranks2.run(drop_gradients, changes)
+
+
 class Residual(nn.Module):
     """Adds to its input in place and hands it on."""
 

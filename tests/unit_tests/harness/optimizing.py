@@ -35,6 +35,7 @@ KINDS = [
     Kind("Adam", {"lr": torch.tensor(0.01), "weight_decay": 0.1, "foreach": False}),
     Kind("RAdam", {"lr": 0.01}),
     Kind("NAdam", {"lr": 0.01}),
+    Kind("SGD", {"lr": 0.1, "momentum": 0.9, "fused": True}),
 ]
 RARE_KINDS = [
     Kind("Adagrad", {"lr": 0.01, "initial_accumulator_value": 0.1}),
@@ -42,6 +43,7 @@ RARE_KINDS = [
     Kind("Adamax", {"lr": 0.01}),
     Kind("ASGD", {"lr": 0.01}),
     Kind("RMSprop", {"lr": 0.01, "momentum": 0.9}),
+    Kind("Adagrad", {"lr": 0.01, "fused": True}),
 ]
 
 

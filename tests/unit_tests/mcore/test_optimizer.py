@@ -175,6 +175,29 @@ def test_without_clipping_the_gradients_stay_as_they_are(mcore_ranks2: RankPool)
         assert is_unchanged
 
 
+def clip_what_is_not_finite(value: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The norm, and whole gradients clipped by it, where rank 1 alone has `value` in one of its rows."""
+    model, optimizer = build()
+    model.attach_grads(1)
+    if dist.get_rank() == 1:
+        model.norm.weight.grad.to_local()[0] = value
+    norm = optimizer.clip_grad_norm(CLIP)
+    return norm, {name: gather(param.grad) for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_norms_that_are_not_finite_clip_as_in_torch(mcore_ranks2: RankPool, value: float) -> None:
+    params = {name: torch.nn.Parameter(full_value(name, 0)) for name in PARAMS}
+    for name, param in params.items():
+        param.grad = full_value(name, 1)
+    params["norm.weight"].grad[0] = value
+    expected = torch.nn.utils.clip_grad_norm_(params.values(), CLIP)
+    for norm, grads in mcore_ranks2.run(clip_what_is_not_finite, value):
+        torch.testing.assert_close(norm, expected, rtol=0, atol=0, equal_nan=True)
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, params[name].grad, rtol=0, atol=0, equal_nan=True)
+
+
 def overflow_on_one_rank() -> dict:
     model, optimizer = build(fp16=True, initial_loss_scale=1024.0, hysteresis=1)
     before = model.full_weights()

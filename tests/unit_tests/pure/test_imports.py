@@ -102,8 +102,12 @@ def test_the_engine_imports_with_torch_alone():
                     raise ImportError(f"{name} is blocked in this test")
 
         sys.meta_path.insert(0, Blocker())
+        import torch.optim.optimizer as torch_optimizer
+        before = {name: len(found) for name, found in vars(torch_optimizer).items() if name.startswith("_global_optim")}
         import megatron_fsdp
         assert megatron_fsdp.fully_shard and megatron_fsdp.MegatronFSDP
+        assert before, "the hooks on every optimizer of the process"
+        assert all(len(vars(torch_optimizer)[name]) == count for name, count in before.items())
         assert not any(name.split(".")[0] in Blocker.names for name in sys.modules)
     """
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}

@@ -219,7 +219,7 @@ def test_a_nan_on_one_rank_stops_every_rank(mcore_ranks2):
 def train_with_an_infinite_norm(flags: str) -> tuple[str, bool]:
     """The error, and whether the weights have stayed what they were."""
     from megatron.training import step
-    from megatron_fsdp.mcore import grad_stats
+    from megatron_fsdp import grad_norm
 
     kept = []
     train_step = step.train_step
@@ -230,7 +230,7 @@ def train_with_an_infinite_norm(flags: str) -> tuple[str, bool]:
         return train_step(run)
 
     with (
-        mock.patch.object(grad_stats, "total_norm", lambda grads, group, device: torch.tensor(float("inf"))),
+        mock.patch.object(grad_norm, "total_norm", lambda rows, groups, device: torch.tensor(float("inf"))),
         mock.patch("megatron.training.loop.train_step", noted),
         pytest.raises(step.NotFiniteError) as caught,
     ):

@@ -25,7 +25,8 @@ from megatron_fsdp.config import (
 from megatron_fsdp.machine.device import default_device_type, join_device
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.optimizer import check_before_sharding, fully_shard_optimizer
+from megatron_fsdp.optimizer import fully_shard_optimizer
+from megatron_fsdp.optimizer_kinds import check_before_sharding
 from megatron_fsdp.optimizer_state import shard_state
 from megatron_fsdp.plan.strategy import NO_SHARD, OUTER_STRATEGIES
 

@@ -1,12 +1,16 @@
-"""The norm of all gradients, each element counted once, and clipping by it."""
+"""Norm and zeros of gradients that are spread over ranks, each element counted once, and clipping by the norm."""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Placement as TensorPlacement
 
 from megatron_fsdp.machine.torch_compat import foreach_mul_, foreach_norm, local_tensor, waited
 from megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
@@ -26,8 +30,8 @@ def clip_grad_norm(
 
     One reduction of a scalar over `dp_group`, the dense data-parallel ranks, and none if every rank has everything.
     These ranks hold every element of every gradient, those of all experts included: expert-parallel ranks are dense
-    data-parallel ones. Of copies, on an axis that replicates, the first rank's counts. Tensor-parallel ranks, if there
-    are several, have one more reduction over `tp_group`.
+    data-parallel ones. Tensor-parallel ranks, if there are several, have one more reduction over `tp_group`. For norms
+    that are not finite see `clip_by_norm`.
 
     Raises:
         ValueError: `norm_type` is no number above 0, or `max_norm` none of 0 or more.
@@ -37,52 +41,98 @@ def clip_grad_norm(
         raise ValueError(f"max_norm is {max_norm}; expected a number of 0 or more; inf clips nothing")
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; expected a number above 0, or inf")
-    trained = [(group, param.sharded) for group, param in buffer.trained()]
-    groups = {id(group): group for group, _ in trained}
+    groups = [group for group in buffer.parameter_groups if group.main_grad is not None]
     # Of all groups, not of the gradients that this rank happens to hold: ranks must reduce one dtype.
-    dtypes = [dtype for group in groups.values() for dtype in (group.facts.grad_dtype, group.facts.main_dtype)]
+    dtypes = [dtype for group in groups for dtype in (group.facts.grad_dtype, group.facts.main_dtype)]
     dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
-    grads = [(group, sharded.megatron_fsdp_spec, _grad(sharded)) for group, sharded in trained]
-    grads = [(group, spec, grad) for group, spec, grad in grads if grad is not None]
-    rows = [grad for _, _, grad in grads]
-    is_spread = any(not _is_everywhere(group, dp_group) for group in groups.values())
-    counts_here = {key: not is_spread or _counts_here(group) for key, group in groups.items()}
-    counted = [grad for group, spec, grad in grads if counts_here[id(group)] and spec.cut_over_tp.counts_here]
-    total = _local(counted, norm_type, dtype, buffer.parameter_groups[0].facts.device)
-    for ranks in ([dp_group] if is_spread else []) + ([tp_group] if tp_group is not None else []):
-        dist.all_reduce(total, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=ranks)
-    norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
-    if rows:
-        foreach_mul_(rows, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    found = [(param.sharded.megatron_fsdp_spec, _grad(param.sharded)) for _, param in buffer.trained()]
+    found = [(spec, grad) for spec, grad in found if grad is not None]
+    grads = [grad for _, grad in found]
+    if any(_copies(group) != dp_group.size() for group in groups):
+        counted, ranks = counted_here(grads), [dp_group]
+    else:
+        counted, ranks = local_grads(grad for spec, grad in found if spec.cut_over_tp.counts_here), []
+    if tp_group is not None:
+        ranks.append(tp_group)
+    norm = total_norm(counted, ranks, buffer.parameter_groups[0].facts.device, norm_type, dtype)
+    clip_by_norm(grads, max_norm, norm)
     return norm
 
 
 def _grad(sharded: torch.Tensor) -> torch.Tensor | None:
-    """This rank's rows of the attached gradient."""
     grad = getattr(sharded, "decoupled_grad", None)
-    grad = sharded.grad if grad is None else grad
-    return None if grad is None else waited(local_tensor(grad))  # `to_local()` would tell autograd
+    return sharded.grad if grad is None else grad
 
 
-def _is_everywhere(group: ParamGroup, dp_group: dist.ProcessGroup) -> bool:
-    """Every rank of `dp_group` holds the whole gradient of `group`."""
-    sizes = [axis.size for axis, place in _placed(group) if place is not Placement.SHARD]
-    return math.prod(sizes) == dp_group.size()
+def _copies(group: ParamGroup) -> int:
+    """How many ranks hold the same part of the group's final gradient."""
+    placed = zip(group.facts.axes, group.plan.finalized_grad(), strict=True)
+    return math.prod(axis.size for axis, place in placed if place is not Placement.SHARD)
 
 
-def _counts_here(group: ParamGroup) -> bool:
-    return all(axis.rank == 0 for axis, place in _placed(group) if place is not Placement.SHARD)
+def local_grads(grads: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's rows of each gradient, those without rows left out. Shares storage."""
+    # Not `to_local()`, which autograd would know of: the device has nothing to do while these are gone through.
+    rows = [waited(local_tensor(grad)) if isinstance(grad, DTensor) else grad.detach() for grad in grads]
+    return [grad for grad in rows if grad.numel() > 0]
 
 
-def _placed(group: ParamGroup) -> zip:
-    """(axis, placement of the final gradient) of both axes."""
-    return zip(group.facts.axes, group.plan.finalized_grad(), strict=True)
+def counted_here(grads: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """`local_grads` without copies that another rank counts: on a replicated mesh axis the first rank counts alone.
+
+    Plain tensors count on every rank.
+    """
+    is_first = functools.cache(_is_first_copy)  # most lie alike
+    return local_grads(
+        grad for grad in grads if not isinstance(grad, DTensor) or is_first(grad.device_mesh, grad.placements)
+    )
 
 
-def _local(grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """This rank's sum of powers (its maximum for the infinity norm)."""
-    grads = [grad for grad in grads if grad.numel()]
-    if not grads:
-        return torch.zeros((), dtype=dtype, device=device)
-    norms = torch.stack([norm.to(dtype) for norm in foreach_norm(grads, norm_type, dtype=dtype)])
-    return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
+def _is_first_copy(mesh: DeviceMesh, placements: tuple[TensorPlacement, ...]) -> bool:
+    return not any(at and place.is_replicate() for at, place in zip(mesh.get_coordinate(), placements, strict=True))
+
+
+def total_norm(
+    rows: Sequence[torch.Tensor],
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device,
+    norm_type: float = 2.0,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The norm of all gradients as one vector, a scalar of `dtype` equal on every rank. **Collective** over `groups`.
+
+    `rows` are what counts on this rank. Low-precision norms would overflow or round in their own dtype.
+    """
+    total = torch.zeros((), dtype=dtype, device=device)
+    if rows:
+        norms = torch.stack([norm.to(dtype) for norm in foreach_norm(rows, norm_type, dtype=dtype)])
+        total = torch.linalg.vector_norm(norms, norm_type)
+    if math.isinf(norm_type):
+        found = torch.stack([total, total.isnan().to(dtype)])  # a maximum over ranks may pass over NaN
+        for group in groups:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        return torch.where(found[1] > 0, math.nan, found[0])
+    total = total**norm_type
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    return total ** (1.0 / norm_type)
+
+
+def clip_by_norm(grads: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    """Scales gradients in place so that their norm, `norm` now, is at most `max_norm`; the host does not wait.
+
+    A norm that is not finite does what it does in `torch.nn.utils.clip_grad_norm_`: NaN makes all gradients NaN, and
+    infinity makes finite ones zero and infinite ones NaN.
+    """
+    rows = local_grads(grads)
+    if rows:
+        foreach_mul_(rows, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+
+def count_zeros(grads: Iterable[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+    """How many gradient elements are exactly zero, an int64 scalar equal on every rank. **Collective** over `group`."""
+    zeros = torch.zeros((), dtype=torch.int64, device=device)
+    for grad in counted_here(grads):
+        zeros += grad.numel() - torch.count_nonzero(grad)
+    dist.all_reduce(zeros, group=group)
+    return zeros

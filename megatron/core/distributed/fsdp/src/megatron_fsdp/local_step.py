@@ -1,12 +1,15 @@
-"""Steps of optimizers on the local tensors of sharded parameters, past DTensor's dispatch."""
+"""Steps of optimizers on this rank's rows: the one place where `step()` meets tensors that are no DTensors.
+
+DTensor's dispatch works out placements of hundreds of tensors anew in every call, which takes the host 0.1 ms a layer
+(docs/performance.md), and no optimizer that reads whole matrices can work on rows. So while `step()` computes, the
+optimizer holds local tensors, with local gradients and local state. Everybody else sees the model's DTensors.
+"""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import functools
-import operator
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
@@ -14,190 +17,100 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.machine.torch_compat import local_tensor, mesh_and_placements, waited
-from megatron_fsdp.optimizer_state import count_unmarked, mark_param_state, mark_state
-
-#: Optimizers known to update element by element, to keep their state in place once they have it, and to pass over
-#: parameters without a gradient. Subclasses of them may do anything.
-_KINDS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
+from megatron_fsdp.machine.torch_compat import foreach_copy_, local_tensor, waited
+from megatron_fsdp.optimizer_kinds import is_elementwise, owned_kind, params_of
+from megatron_fsdp.optimizer_state import MARK, as_shard, create_state, mark_state
 
 
-class Lent(NamedTuple):
-    """A parameter in whose place an optimizer is given its local tensor, or a parameter over that."""
+def engine_step(optimizer: torch.optim.Optimizer, base: Callable) -> Callable:
+    """`base`, the optimizer's own `step` as a function of it, on local tensors where that is right.
 
-    param: nn.Parameter
-    local: torch.Tensor
-    grad: torch.Tensor
-    state: dict[str, Any]
-    """With local tensors."""
-
-
-class _Known(NamedTuple):
-    """A parameter, its gradient and its state that were found to lie alike.
-
-    Weakly: whoever frees or moves state between steps frees its memory. As long as the same objects are there, nothing
-    of that can have changed.
+    torch's own element-wise classes and those that own whole matrices step on local tensors, and torch's hooks of the
+    step run outside. Other classes may take norms over a parameter, say, so they keep DTensors. All of them find
+    gradients in their parameters' dtype.
     """
-
-    param: weakref.ref[torch.Tensor]
-    grad: weakref.ref[torch.Tensor]
-    names: tuple[str, ...]
-    """Of the state."""
-    state: tuple[weakref.ref[torch.Tensor], ...]
-    sharded: tuple[str, ...]
-    """What of the state is DTensors."""
-
-    @classmethod
-    def of(cls, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> _Known:
-        """What is known of these from now on. State with numbers never is, and is looked at in each step."""
-        return cls(
-            weakref.ref(param),
-            weakref.ref(grad),
-            tuple(state),
-            tuple(weakref.ref(value) for value in state.values() if isinstance(value, torch.Tensor)),
-            tuple(name for name, value in state.items() if isinstance(value, DTensor)),
-        )
-
-    def is_of(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> bool:
-        """These are the objects."""
-        if self.grad() is not grad or self.param() is not param or tuple(state) != self.names:
-            return False
-        values = state.values()
-        # What is gone is None, as what somebody has put in its place may be.
-        is_same = len(self.state) == len(values) and all(map(operator.is_, [known() for known in self.state], values))
-        return is_same and not any(value is None for value in values)
+    is_owner = owned_kind(optimizer) is not None
+    if not is_owner and ("step" in vars(optimizer) or not is_elementwise(optimizer)):
+        return _step_on_dtensors(base)
+    if getattr(base, "__globals__", {}).get("__name__") != torch.optim.Optimizer.__module__:
+        return _step_on_rows(base, is_owner=is_owner)  # replaced in the class, around torch's hooks
+    return torch.optim.Optimizer.profile_hook_step(_step_on_rows(base.__wrapped__, is_owner=is_owner))
 
 
-#: By optimizer, and by id of the parameter: the host would take 2 microseconds to look at each of them again.
-_KNOWN: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, _Known]] = weakref.WeakKeyDictionary()
-
-
-def can_step_locally(optimizer: torch.optim.Optimizer) -> bool:
-    """`optimizer` is one of torch's own, with torch's own `step`, that updates element by element."""
-    kind = type(optimizer)
-    return kind.__name__ in _KINDS and _is_from_torch(kind) and "step" not in vars(optimizer)
-
-
-def _is_from_torch(kind: type[torch.optim.Optimizer]) -> bool:
-    """Neither the class nor its `step` has been replaced; `functools.wraps` copies names, but not globals."""
-    step, origins = kind.step, [kind.__module__]
-    while step is not None:
-        origins.append(getattr(step, "__globals__", {}).get("__name__", ""))
-        step = getattr(step, "__wrapped__", None)
-    return all(origin.startswith("torch.optim.") for origin in origins)
-
-
-@functools.cache
-def local_step(kind: type[torch.optim.Optimizer]) -> Callable:
-    """The `step` of a class for which `can_step_locally`, with hooks and all, which computes with local tensors.
-
-    DTensor works out anew in every step how the results of operations on hundreds of tensors lie, for which the host
-    takes 0.1 ms a layer (docs/performance.md). Element by element, they lie as the parameters do. A step that has to
-    make state, and one with a closure, go the long way.
-    """
-    bare = getattr(kind.step, "__wrapped__", kind.step)
-
+def _step_on_rows(bare: Callable, *, is_owner: bool) -> Callable:
     @functools.wraps(bare)
     def step(self: torch.optim.Optimizer, closure: Callable | None = None) -> Any:
-        lent = None if closure is not None else _lent_by(self)
-        if lent is None:
-            result = bare(self, closure)
-            if count_unmarked(self):
-                mark_state(self)
-            return result
-        with holding(self, lent):
-            return bare(self)
+        loss = None
+        if closure is not None:  # its gradients are attached to DTensors, so it comes first
+            with torch.enable_grad():
+                loss = closure()
+        if is_owner:
+            create_state(self)  # on every rank, whatever it owns
+        with on_rows(self, is_owner=is_owner):
+            result = bare(self)
+        return result if closure is None else loss
 
-    return torch.optim.Optimizer.profile_hook_step(step)
-
-
-def _lent_by(optimizer: torch.optim.Optimizer) -> list[list[Lent]] | None:
-    """By group, the parameters with gradients; None where only DTensors can tell what is right, or what is wrong.
-
-    So it is if a parameter has no state, or other things than local tensors of one kind would meet.
-    """
-    lent, known = [], _KNOWN.setdefault(optimizer, {})
-    for group in optimizer.param_groups:
-        if group.get("differentiable") or _has_dtensor(group):
-            return None
-        is_stateless = type(optimizer) is torch.optim.SGD and not group["momentum"]
-        lent.append([])
-        for param in group["params"]:
-            if param.grad is None:
-                continue
-            state = optimizer.state.get(param, {})
-            entry = _lent_of(param, state, known) if state or is_stateless else None
-            if entry is None:
-                return None
-            lent[-1].append(entry)
-    return lent
+    return step
 
 
-def _has_dtensor(group: dict[str, Any]) -> bool:
-    """A learning rate, say, which cannot be multiplied with local tensors."""
-    return any(isinstance(value, DTensor) for value in (*group.values(), *group.get("betas", ())))
+class _Held(NamedTuple):
+    """One parameter as the optimizer holds it inside a step."""
 
-
-def _lent_of(param: torch.Tensor, state: dict[str, Any], known: dict[int, _Known]) -> Lent | None:
-    """What is lent of one parameter; enters it in `known`, or takes it from there."""
-    grad, found = param.grad, known.get(id(param))
-    if found is None or not found.is_of(param, grad, state):
-        if not _lie_alike(param, grad, state):
-            return None
-        _mark_new(param, state)
-        found = known[id(param)] = _Known.of(param, grad, state)
-    given = dict(state)
-    for name in found.sharded:
-        given[name] = waited(local_tensor(given[name]))
-    return Lent(param, local_tensor(param), waited(local_tensor(grad)), given)
-
-
-def _mark_new(param: torch.Tensor, state: dict[str, Any]) -> None:
-    """Marks what somebody has put into the state since."""
-    spec = getattr(param, "megatron_fsdp_spec", None)
-    if spec is not None and any(
-        isinstance(each, DTensor) and "full_tensor" not in vars(each) for each in state.values()
-    ):
-        mark_param_state(spec, state)
-
-
-def _lie_alike(param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> bool:
-    """Local tensors of one kind meet."""
-    if not (isinstance(param, DTensor) and isinstance(grad, DTensor)):
-        return False
-    lies = mesh_and_placements(param)
-    if mesh_and_placements(grad) != lies or local_tensor(grad).dtype != local_tensor(param).dtype:
-        return False
-    for value in state.values():
-        if isinstance(value, DTensor):
-            if mesh_and_placements(value) != lies:
-                return False
-        elif isinstance(value, torch.Tensor) and value.dim():
-            return False  # DTensors refuse to meet it
-    return True
+    param: nn.Parameter
+    rows: torch.Tensor
+    state: dict[str, Any]
+    """Its own, which has local tensors inside the step."""
+    shards: dict[str, Any]
+    """What users have seen there."""
 
 
 @contextlib.contextmanager
-def holding(optimizer: torch.optim.Optimizer, lent: list[list[Lent]]) -> Iterator[None]:
-    """Inside, the optimizer holds what is `lent` in place of its parameters, with their gradients and their state."""
-    groups, sharded = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
-    state, ours = optimizer.state, [entry for entries in lent for entry in entries]
+def on_rows(optimizer: torch.optim.Optimizer, *, is_owner: bool = False) -> Iterator[None]:
+    """Inside, the optimizer holds the local tensors of its parameters that have gradients, with local state.
+
+    Args:
+        is_owner: it needs whole matrices: it gets those that this rank has, as parameters, and may keep any state.
+
+    Raises:
+        ValueError: a gradient or state lies otherwise than its parameter.
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+    # A learning rate may be a DTensor too, which cannot be multiplied with local tensors.
+    shown = [{k: v for k, v in group.items() if k == "params" or isinstance(v, DTensor)} for group in groups]
+    held: list[_Held] = []
     refusal = optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+    optimizer.state = collections.defaultdict(dict)
     try:
-        for entry in ours:
-            entry.local.grad = entry.grad
-        for group, entries in zip(groups, lent, strict=True):
-            group["params"] = [entry.local for entry in entries]
-        optimizer.state = collections.defaultdict(dict, {entry.local: dict(entry.state) for entry in ours})
+        for group, options in zip(groups, shown, strict=True):
+            group.update({name: value.to_local() for name, value in options.items() if name != "params"})
+            group["params"] = []
+            for param in options["params"]:
+                rows = local_tensor(param)
+                if param.grad is None or (is_owner and not rows.numel()):
+                    continue
+                if is_owner:
+                    rows = nn.Parameter(rows.detach())
+                mine = state.get(param, {})
+                local = _local_state(param, mine, is_owner=is_owner)
+                held.append(_Held(param, rows, mine, dict(mine)))
+                mine.update(local)
+                optimizer.state[rows] = mine
+                group["params"].append(rows)
+        _give_grads(held)
         yield
     finally:
         refusal.remove()
         updated, optimizer.state = optimizer.state, state
-        for group, params in zip(groups, sharded, strict=True):
-            group["params"] = params
-        for entry in ours:
-            entry.local.grad = None
-            _take_back(entry, updated.get(entry.local, {}), state)
+        for group, options in zip(groups, shown, strict=True):
+            group.update(options)
+        for param, rows, mine, shards in held:
+            rows.grad = None
+            now = updated[rows]
+            _show_state(param, now, shards)
+            if now is not mine or not shards:  # made, replaced or thrown away
+                state[param] = now
+            if not now:
+                del state[param]
 
 
 def _refuse_state_dict(optimizer: torch.optim.Optimizer) -> NoReturn:
@@ -207,19 +120,97 @@ def _refuse_state_dict(optimizer: torch.optim.Optimizer) -> NoReturn:
     )
 
 
-def _take_back(entry: Lent, updated: dict[str, Any], state: dict[nn.Parameter, dict[str, Any]]) -> None:
-    """Enters what was not updated in place: counters that are numbers, say; and what has just been made, or is gone."""
-    if updated.keys() == entry.state.keys() and all(map(operator.is_, updated.values(), entry.state.values())):
-        return
-    for name, value in updated.items():
-        if name not in entry.state or value is not entry.state[name]:
-            is_whole = not isinstance(value, torch.Tensor) or value.shape != entry.local.shape or not value.dim()
-            state.setdefault(entry.param, {})[name] = value if is_whole else _wrapped(entry.param, value)
-    for name in entry.state.keys() - updated.keys():
-        del state[entry.param][name]
+def _local_state(param: nn.Parameter, state: dict[str, Any], *, is_owner: bool) -> dict[str, torch.Tensor]:
+    """The local tensors of DTensors in `state`."""
+    local = {}
+    for name, value in state.items():
+        if isinstance(value, DTensor):
+            if MARK not in vars(value):  # somebody has put it here since
+                state[name] = value = _taken(param, value, f"optimizer state {name!r}")
+            local[name] = local_tensor(value)
+        elif isinstance(value, torch.Tensor) and value.dim() and not is_owner:
+            raise ValueError(
+                f"optimizer state {name!r} of shape {tuple(value.shape)} is a plain tensor: no checkpoint would know "
+                "where it lies; put state in through load_state_dict(), or as zeros_like() of the parameter."
+            )
+    return local
 
 
-def _wrapped(param: nn.Parameter, value: torch.Tensor) -> DTensor:
-    wrapped = param.megatron_fsdp_spec.wrap(value)
-    param.megatron_fsdp_spec.mark(wrapped)
-    return wrapped
+def _show_state(param: nn.Parameter, state: dict[str, Any], shards: dict[str, Any]) -> None:
+    """Puts DTensors into `state`, local now: those that were there, and new ones of what the step has made."""
+    for name, value in state.items():
+        was = shards.get(name)
+        if value is not was:
+            is_local = isinstance(was, DTensor) and local_tensor(was) is value
+            state[name] = was if is_local else as_shard(param, name, value)
+
+
+def _give_grads(held: list[_Held]) -> None:
+    """Gives every parameter's rows their gradient, cast to their dtype where it has another one."""
+    grads, casts = [], []
+    for param, rows, _, _ in held:
+        grad = param.grad
+        grad = local_tensor(grad) if MARK in vars(grad) else waited(local_tensor(_taken(param, grad, "a gradient")))
+        if grad.dtype is not rows.dtype:
+            grads.append(grad)
+            grad = torch.empty_like(rows)
+            casts.append(grad)
+        rows.grad = grad
+    if casts:
+        foreach_copy_(casts, grads)
+
+
+def _taken(param: nn.Parameter, value: torch.Tensor, name: str) -> DTensor:
+    """What somebody has put in, as a shard like `param`. Raises ValueError if it lies otherwise."""
+    spec = getattr(param, "megatron_fsdp_spec", None)
+    return value if spec is None else spec.mark(spec.take(value, name))
+
+
+def _step_on_dtensors(base: Callable) -> Callable:
+    def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        replaced: list[tuple[nn.Parameter, torch.Tensor, torch.dtype | None]] = []
+
+        def cast() -> None:
+            for param in params_of(self):
+                grad = param.grad
+                if grad is not None and grad.dtype is not param.dtype:
+                    replaced.append((param, grad, param.grad_dtype))
+                    _set_grad(param, grad.to(param.dtype), None)
+
+        def restore() -> None:
+            while replaced:
+                _set_grad(*replaced.pop())
+
+        args, kwargs = around_closures(args, kwargs, restore, cast)
+        try:
+            cast()
+            return base(self, *args, **kwargs)
+        finally:
+            restore()
+            mark_state(self)
+
+    return step
+
+
+def _set_grad(param: nn.Parameter, grad: torch.Tensor, dtype: torch.dtype | None) -> None:
+    param.grad = None
+    param.grad_dtype = dtype
+    param.grad = grad
+
+
+def around_closures(args: tuple, kwargs: dict[str, Any], before: Callable, after: Callable) -> tuple[tuple, dict]:
+    """Arguments of a step, with `before` called before and `after` after each of its closures."""
+
+    def wrapped(argument: Any) -> Any:
+        if not callable(argument):
+            return argument
+
+        def closure() -> Any:
+            before()
+            loss = argument()
+            after()
+            return loss
+
+        return closure
+
+    return tuple(map(wrapped, args)), {name: wrapped(argument) for name, argument in kwargs.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ from megatron_fsdp.checkpoint import names_inner_module
 from megatron_fsdp.config import DEFAULT_POLICY, DistributedDataParallelConfig, MixedPrecisionPolicy, default_config
 from megatron_fsdp.diagnostics.nan_report import NanReport, NonFiniteGradientError
 from megatron_fsdp.diagnostics.overlap_report import OverlapReport
+from megatron_fsdp.diagnostics.step_guard import StepGuard
 from megatron_fsdp.diagnostics.summary import build_summary
 from megatron_fsdp.dtensor import make_sharded_param, tensor_parallel_group
 from megatron_fsdp.full_params import full_params
@@ -27,7 +29,6 @@ from megatron_fsdp.grad_norm import clip_grad_norm
 from megatron_fsdp.machine.allocator import ResizePool, StoragePool
 from megatron_fsdp.machine.device import Device
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
-from megatron_fsdp.optimizer import owner_reference
 from megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_fsdp.plan.strategy import Placement
 from megatron_fsdp.runtime.build import BuildRequest, build_units, grad_scales
@@ -131,6 +132,7 @@ class MegatronFSDP(nn.Module):
         self.module, config = request.module, self.config_resolved
         schedule = self._schedule = Schedule(units, config, machine, grad_scales(self.dist_index, config))
         prepare(request.pool, schedule)
+        owner = weakref.ref(self)  # parameters do not keep the model alive
         for unit in units:
             by_raw = {id(param.raw): param for param in unit.params}
             for group in unit.groups:
@@ -143,9 +145,9 @@ class MegatronFSDP(nn.Module):
         self.param_and_grad_buffer = ParamAndGradBuffer(
             schedule, request.pool, use_decoupled_grad=config.use_decoupled_grad
         )
-        owner = owner_reference(self)
         schedule.on_auto_sync = lambda: owner().finish_grad_sync()  # keeps no model alive
         self._nan_report = NanReport.wanted(schedule, self.dist_index, config)
+        self.step_guard = StepGuard(schedule)
         self.state_dict_hooks = attach(self.module, schedule, owner)
         machine.empty_cache()
         if dist.get_rank() == 0:
@@ -239,6 +241,7 @@ class MegatronFSDP(nn.Module):
         self.synchronize_gradient_reduce()
         (self._schedule.release if self.model_auto_sync else self._schedule.rest)()  # more may come
         self._schedule.microbatch_count = 0
+        self.step_guard.check()
         self.attach_grad_to_optimizer_state()  # before the host waits to look: the device is still busy
         if self._nan_report is not None:
             try:
@@ -274,8 +277,6 @@ class MegatronFSDP(nn.Module):
             self.finish_grad_sync()
         dp_group, tp_group = self.dist_index.get_dp_group(), tensor_parallel_group(self.dist_index)
         return clip_grad_norm(self.param_and_grad_buffer, dp_group, max_norm, norm_type, tp_group)
-
-    # -- weights --------------------------------------------------------------------------------------------------
 
     def start_param_sync(self, *_: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Starts the gathers that the next forward needs first; with `force_sync` or without overlap, all that last.
@@ -370,8 +371,6 @@ class MegatronFSDP(nn.Module):
     def get_distributed_index(self) -> FSDPDistributedIndex:
         """Meshes and groups."""
         return self.dist_index
-
-    # -- what cannot be done to a sharded module ------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> MegatronFSDP:
         """Refuses to move or cast sharded parameters; a move to where they are is nothing.

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.optimizer_state import mark_param_state
+from megatron_fsdp.optimizer_state import mark_state
 
 #: Options that say how a step is computed here, not what it computes.
 _IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -18,13 +18,12 @@ def export(optimizer: torch.optim.Optimizer, fqns: Mapping[torch.nn.Parameter, s
 
     Shards of a sharded model's parameters tell torch's distributed checkpoint where they lie.
     """
+    mark_state(optimizer)
     state: dict[str, dict] = {}
     meta: dict[str, dict] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             state[fqns[param]] = dict(optimizer.state[param])
-            if hasattr(param, "megatron_fsdp_spec"):
-                mark_param_state(param.megatron_fsdp_spec, state[fqns[param]])
             meta[fqns[param]] = _options(group)
     return {"state": state, "param_to_group_meta": meta}
 

@@ -9,7 +9,8 @@ from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.module import param_is_not_shared
 
-from megatron_fsdp.mcore import fqn_state, grad_stats, param_groups
+from megatron_fsdp import grad_norm
+from megatron_fsdp.mcore import fqn_state, param_groups
 from megatron_fsdp.mcore.process_groups import grad_stats_group
 from megatron_fsdp.mcore.unwrap import unwrap_model
 
@@ -64,21 +65,21 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
 
     def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
         """This rank's gradient rows that count here towards the norm."""
-        return grad_stats.counted_here(self._grads())
+        return grad_norm.counted_here(self._grads())
 
     @torch.no_grad()
     def get_grad_norm(self) -> torch.Tensor:
         """The 2-norm of all gradients, a scalar tensor on the device. **Collective.**"""
-        return grad_stats.total_norm(self._grads(), self.grad_stats_parallel_group, self._device())
+        counted = self.get_main_grads_for_grad_norm()
+        return grad_norm.total_norm(counted, [self.grad_stats_parallel_group], self._device())
 
     @torch.no_grad()
     def clip_grad_norm(self, clip_grad: float) -> torch.Tensor:
-        """Clips the gradients to norm `clip_grad`; gives back the norm before. **Collective.**"""
-        grads = self._grads()
-        norm = grad_stats.total_norm(grads, self.grad_stats_parallel_group, self._device())
+        """Clips the gradients to norm `clip_grad` (see `clip_by_norm`); gives back the norm before. **Collective.**"""
+        norm = self.get_grad_norm()
         if self.on_grad_norm is not None:
             self.on_grad_norm(norm)
-        grad_stats.clip_by_norm(grads, clip_grad, norm)
+        grad_norm.clip_by_norm(self._grads(), clip_grad, norm)
         return norm
 
     @torch.no_grad()
@@ -91,11 +92,11 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
     @torch.no_grad()
     def count_zeros(self) -> torch.Tensor:
         """The number of gradient elements that are zero, a scalar tensor on the device. **Collective.**"""
-        return grad_stats.count_zeros(self._grads(), self.grad_stats_parallel_group, self._device())
+        return grad_norm.count_zeros(self._grads(), self.grad_stats_parallel_group, self._device())
 
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
         # Every parameter, shared ones too: this list is scaled in place.
-        return grad_stats.local_grads([param.grad for param in self.get_parameters() if param.grad is not None])
+        return grad_norm.local_grads([param.grad for param in self.get_parameters() if param.grad is not None])
 
     def _copy_model_grads_to_main_grads(self) -> None:
         """Nothing to copy: the model's gradients are the main gradients."""

@@ -79,4 +79,4 @@ def build_torch_optimizer(groups: list[dict], config: OptimizerConfig) -> torch.
 
 def init_state(optimizer: torch.optim.Optimizer, _config: OptimizerConfig | None = None) -> None:
     """Creates the state of zero steps where there is none: a checkpoint is loaded into these tensors."""
-    create_state(optimizer, getattr(type(optimizer).step, "__wrapped__", type(optimizer).step))
+    create_state(optimizer)
