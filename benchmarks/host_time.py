@@ -47,7 +47,7 @@ PARTS = {
     "event waits": (Gatherer, ("wait_for",)),
     "reductions": (Reducer, ("reduce", "finalize", "drain", "wait")),
     "view swaps": (Unit, ("show_raw", "show_sharded")),
-    "checks": (Unit, ("lends", "left_alone")),
+    "checks": (Unit, ("lends",)),
 }
 """What --parts counts: name -> (class, methods)."""
 

@@ -151,6 +151,9 @@ def check_late_changes(is_strict: str) -> None:
     """A mistake after the first forwards: found in strict mode, and free without."""
     with mock.patch.dict(os.environ, MEGATRON_FSDP_STRICT=is_strict):
         model = shard(TinyMLP(), Sharding(units=(MLPBlock,)))
+    from megatron_fsdp import fully_shard_optimizer
+
+    fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))  # or else steps are watched for longer
     for _ in range(3):
         model(torch.ones(1, 6))
     entered: list[str] = []

@@ -241,7 +241,8 @@ class MegatronFSDP(nn.Module):
         self.synchronize_gradient_reduce()
         (self._schedule.release if self.model_auto_sync else self._schedule.rest)()  # more may come
         self._schedule.microbatch_count = 0
-        self.step_guard.check()
+        if self.step_guard.is_active:
+            self.step_guard.check()
         self.attach_grad_to_optimizer_state()  # before the host waits to look: the device is still busy
         if self._nan_report is not None:
             try:

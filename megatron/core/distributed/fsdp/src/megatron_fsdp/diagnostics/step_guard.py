@@ -36,7 +36,7 @@ class StepGuard:
         Raises:
             RuntimeError: they have changed since the cycle before, and forwards compute with other values.
         """
-        if not self.is_active or _shows_grads(self._schedule):
+        if _shows_grads(self._schedule):
             return
         self._left -= 1
         self.is_active = self._left > 0
