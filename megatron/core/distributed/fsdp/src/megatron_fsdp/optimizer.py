@@ -187,6 +187,7 @@ def _wrap_step(optimizer: torch.optim.Optimizer, model: Any) -> None:
         run = functools.partial(_run_as_owner, base)
     elif can_step_locally(optimizer):
         run, marks_its_state = local_step(type(optimizer)), True
+    run = _casting_grads(run)
     unmarked = 0
     check_groups = _GroupCheck(optimizer)
 
@@ -258,9 +259,28 @@ def _synchronized(argument: Any, model: Any) -> Any:
 def prepare_steps(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Lets `optimizer`, which is not tied to a model here, step as those that are do; returns it, changed in place."""
     compact_before_state(optimizer)
-    if can_step_locally(optimizer):
-        _bind(optimizer, "step", local_step(type(optimizer)), _unbound(optimizer.step))
+    base = _unbound(optimizer.step)
+    run = local_step(type(optimizer)) if can_step_locally(optimizer) else base
+    _bind(optimizer, "step", _casting_grads(run), base)
     return optimizer
+
+
+def _casting_grads(run: Callable) -> Callable:
+    """`run`, a step, with gradients in the dtype of their parameters. Stands in for casts inside local steps."""
+
+    def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        grads = [(p, p.grad) for p in _params_of(self) if p.grad is not None and p.grad.dtype != p.dtype]
+        if args or kwargs:  # a closure brings others
+            return run(self, *args, **kwargs)
+        for param, grad in grads:
+            param.grad = grad.to(param.dtype)
+        try:
+            return run(self)
+        finally:
+            for param, grad in grads:
+                param.grad = grad
+
+    return step
 
 
 def _wrap_zero_grad(optimizer: torch.optim.Optimizer, model: Any) -> None:
