@@ -291,12 +291,10 @@ def _wrap_zero_grad(optimizer: torch.optim.Optimizer, model: Any) -> None:
         check_groups(self)
         buffer, own = model.param_and_grad_buffer, _params_of(self)  # other parameters may be another optimizer's
         if not zero_grad_buffer:
-            buffer.follow_grads()
-        result = base(self, *args, **kwargs)
-        if zero_grad_buffer:
-            buffer.zero_grad(own)
-        else:
             buffer.detach_grads(own)
+            return base(self, *args, **kwargs)
+        result = base(self, *args, **kwargs)
+        buffer.forget_grads(own, set_to_none=(*args, kwargs.get("set_to_none", True))[0])
         return result
 
     _bind(optimizer, "zero_grad", zero_grad, base)
