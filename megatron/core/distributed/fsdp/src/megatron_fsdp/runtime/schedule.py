@@ -81,8 +81,6 @@ class Schedule:
         """What shows parameters of its own in place of the schedule's; until it ends, no forward can run."""
         self.before_forward: Callable[[], None] = lambda: None
         """Called when a forward of the whole model begins, before it communicates."""
-        self.before_gradients: Callable[[], Callable[[], None] | None] = lambda: None
-        """Gives what is called before the gradients of a backward join those that are there."""
         self.on_order: Callable[[Sequence[Unit]], bool] = lambda units: True
         """Called between steps with the order in which units were found to run, until it says that it has taken it."""
         self._followed: Order | None = None
@@ -209,7 +207,6 @@ class Schedule:
         """**Collective**, if some unit lends its weights."""
         if self._in_backward:
             return
-        self._join_gradients()
         self._in_backward = True
         self._is_ending = False
         self._back.restart(self._turns.known)
@@ -281,11 +278,6 @@ class Schedule:
         finalizes = self.config.overlap_grad_reduce and (self.model_auto_sync or self.is_last_microbatch)
         self._reducer.reduce(unit, finalizes=finalizes)
 
-    def _join_gradients(self) -> None:
-        prepare = self.before_gradients()
-        if prepare is not None:
-            prepare()
-
     def finish_backward(self) -> None:
         """The outermost backward is over: completes what could not be completed unit by unit. **Collective**."""
         self._is_ending = True
@@ -341,7 +333,6 @@ class Schedule:
     def finish_reductions(self) -> None:
         """Finalizes what is still open, and makes the current stream wait for every reduction. **Collective**."""
         self.end_interrupted_backward()
-        self._join_gradients()
         self._reduce_strays()  # of a backward that went through no unit's output
         self.finalize_open()
         self._reducer.wait()
