@@ -214,7 +214,7 @@ def test_autocast_computes_in_bf16_and_leaves_fp32_gradients(ranks2: RankPool) -
 def job_scale_changed() -> list[bool]:
     """Changes attached gradients, as a sum over other ranks would, and scales all."""
     found = []
-    for dtypes in (DtypePolicy(main_grads=None), DtypePolicy(main_grads=FP32)):  # a copy in fp32; the buffer itself
+    for dtypes in (DtypePolicy(main_grads=None), DtypePolicy(main_grads=FP32)):  # narrower than the weights; as wide
         torch.manual_seed(0)
         model = shard(TinyMLP(integers=True).to(BF16), Sharding(units=(MLPBlock,)), dtypes)
         model(torch.ones(2, 6, dtype=BF16)).sum().backward()

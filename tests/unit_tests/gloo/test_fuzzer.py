@@ -43,7 +43,7 @@ def test_a_seed_is_always_the_same_program() -> None:
 def test_the_first_steps_gradients_get_no_allowance_for_noise() -> None:
     program = random_program(3, 2)
     expected = fuzz_runs.train_reference(program.build, program.batches(), program.recipe)
-    first, *later = fuzz_runs._noise(program, [fuzz_runs._as_attached(step) for step in expected])
+    first, *later = fuzz_runs._noise(program, expected)
     assert {size for name, size in first.items() if not name.startswith("weights")} == {0.0}
     assert later and all(max(step.values()) > 0 for step in later)
 

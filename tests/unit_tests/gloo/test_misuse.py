@@ -160,7 +160,7 @@ UNSEEN = [
     ({"zero_dp_strategy": 1}, {}),
     ({"zero_dp_strategy": 2}, {"fused": True}),
     ({"zero_dp_strategy": 2}, {"foreach": True}),
-    ({"zero_dp_strategy": 0, "mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=torch.float64)}, {}),
+    ({"zero_dp_strategy": 0, "mixed_precision_policy": MixedPrecisionPolicy(torch.float64, torch.float64)}, {}),
 ]
 OTHER_VALUES = "^0.weight, 0.bias of unit 0 have other values .* fully_shard_optimizer.*install_optimized_model_weights"
 

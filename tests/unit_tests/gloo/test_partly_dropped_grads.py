@@ -105,8 +105,45 @@ def job_held(dtype: torch.dtype) -> None:
     assert held.full_tensor()[0] == 1.0 and made.grads == [3.0, 4.0]
 
 
+def job_alias_held(dtype: torch.dtype) -> None:
+    made = make(dtype)
+    made.backward(1.0, dtype)
+    alias, other = made.model.module.a.grad.to_local(), made.model.module.b.grad
+    made.of_a.zero_grad()
+    made.backward(3.0, dtype)
+    assert (alias == 1.0).all() and made.grads == [3.0, 4.0]
+    assert made.model.module.b.grad is other, "it was not dropped, and is added to in place"
+
+
+def job_before_the_sum_is_final(dtype: torch.dtype) -> None:
+    made = make(dtype, syncs=False)
+    made.backward(1.0, dtype)
+    made.model.finish_grad_sync()
+    with made.model.no_sync():
+        made.backward(2.0, dtype)
+    made.model.module.a.grad = None
+    made.model.finish_grad_sync()
+    assert made.grads == [None, 3.0]
+    with made.model.no_sync():
+        made.backward(4.0, dtype)
+        made.model.module.b.grad = None
+        made.backward(8.0, dtype)
+    made.model.finish_grad_sync()
+    assert made.grads == [12.0, 8.0]
+
+
 @pytest.mark.parametrize("dtype", [FLOATS, HALVES])
-@pytest.mark.parametrize("job", [job_before_final, job_one_by_one, job_dropped_then_detached, job_held])
+@pytest.mark.parametrize(
+    "job",
+    [
+        job_before_final,
+        job_one_by_one,
+        job_dropped_then_detached,
+        job_held,
+        job_alias_held,
+        job_before_the_sum_is_final,
+    ],
+)
 def test_one_of_two_optimizers_drops_its_gradients_only(ranks2: RankPool, job: Any, dtype: torch.dtype) -> None:
     ranks2.run(job, dtype)
 

@@ -254,14 +254,15 @@ def _reference(
     recipe = recipe_of(is_exact, is_mean, dtypes, reduces_each)
     model = functools.partial(build, is_exact, None, device)
     return [
-        _attached(step) for step in train_reference(model, batches_of(is_exact, microbatches, ranks, device), recipe)
+        _record_on_cpu(step)
+        for step in train_reference(model, batches_of(is_exact, microbatches, ranks, device), recipe)
     ]
 
 
-def _attached(step: StepRecord) -> StepRecord:
-    """On the CPU, gradients in the dtype of the weights that they update, as an optimizer sees them."""
+def _record_on_cpu(step: StepRecord) -> StepRecord:
+    """On the CPU."""
     weights = {name: weight.cpu() for name, weight in step.weights.items()}
-    grads = {name: grad.cpu().to(weights[name].dtype) for name, grad in step.grads.items()}
+    grads = {name: grad.cpu() for name, grad in step.grads.items()}
     return dataclasses.replace(step, grads=grads, weights=weights)
 
 

@@ -213,7 +213,8 @@ def assert_resting(model: Any, lenders: Sequence[Any] = ()) -> None:
         if param.grad is not None:
             assert param.grad.placements == param.placements, name
             assert param.grad.to_local().shape == param.to_local().shape, name
-            assert param.grad.dtype == param.dtype, name
+    for group, param in model.param_and_grad_buffer.trained():
+        assert param.sharded.grad is None or param.sharded.grad.dtype == group.facts.grad_dtype, param.fqn
     for group in model.param_and_grad_buffer.parameter_groups:
         if group.plan.gathers_weights and group not in kept:
             assert not group.is_unsharded, f"{group.facts.fqns} are still gathered"

@@ -29,7 +29,7 @@ class MixedPrecisionPolicy:
     """Dtype of the parameters given to the optimizer. None: the model's own dtype, without a second copy."""
 
     main_grads_dtype: torch.dtype | None = None
-    """Dtype in which gradients accumulate. None: the dtype of the parameter's gradient."""
+    """Dtype in which gradients accumulate, and of `.grad`. None: the dtype of the parameter's gradient."""
 
     grad_comm_dtype: torch.dtype | None = None
     """Dtype of gradient reductions. None: `main_grads_dtype`. No extra memory where it equals that."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import functools
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch.distributed.tensor import Placement as TensorPlacement
 from megatron_fsdp.dtensor_chunks import Box, attach_boxes
 from megatron_fsdp.dtensor_gather import gather_rows
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
-from megatron_fsdp.machine.torch_compat import strided_shard
+from megatron_fsdp.machine.torch_compat import dtensor_over, dtensor_spec, local_tensor, strided_shard
 from megatron_fsdp.plan.strategy import Placement
 from megatron_fsdp.runtime.unit import ManagedParam
 from megatron_fsdp.state.flat_buffer import Span, piece_bounds
@@ -51,6 +52,10 @@ class ShardSpec:
         self.local_shape = (rows.count, *self._part_shape[1:]) if self.shape else self.shape
         self.taken_name: str | None = None
         """This parameter's name, where it is that of another parameter on other ranks."""
+        self._spec_in = functools.cache(functools.partial(dtensor_spec, self.mesh, self.placements, self.shape))
+        """From a dtype to torch's own description of tensors that lie so."""
+        self._chunk: dict[str, object] | None = None
+        """What torch DCP asks of them, known from the first one; None where each has its own."""
 
     def __deepcopy__(self, memo: dict) -> ShardSpec:
         return self  # it describes a place; copies of tensors share it
@@ -68,10 +73,15 @@ class ShardSpec:
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         """`local` (this rank's rows) as a DTensor whose `full_tensor` is right on uneven shards. Shares its memory."""
-        local = with_own_storage(local)
-        stride = torch.empty(self.shape, device="meta").stride()
-        layout = {"shape": self.shape, "stride": stride}
-        return self.mark(DTensor.from_local(local, self.mesh, self.placements, run_check=False, **layout))
+        return self.mark(dtensor_over(Span.of(local.shape, 0).alone(local), self._spec_in(local.dtype)))
+
+    def wrap_grad(self, data: torch.Tensor, span: Span) -> DTensor:
+        """As `wrap`, of this rank's rows at `span` of a gradient buffer. Of all parameters in each step, so in 4 us."""
+        local = span.alone(data)
+        made = dtensor_over(local, self._spec_in(local.dtype))
+        made.full_tensor, made.redistribute = _FullTensor(self, None, local), _Redistribute(self, None, local)
+        self._attach_chunk(made)
+        return made
 
     def mark(self, dtensor: DTensor, *, for_checkpoint: bool = True, keeps_memory: bool = False) -> DTensor:
         """Gives a DTensor of this shape and placement the right `full_tensor` and torch DCP's chunk; returns it.
@@ -83,8 +93,15 @@ class ShardSpec:
         dtensor.full_tensor = _FullTensor(self, weakref.ref(dtensor), kept)
         dtensor.redistribute = _Redistribute(self, weakref.ref(dtensor))
         if for_checkpoint:
-            attach_boxes(dtensor, self._boxes(), self.taken_name)
+            self._attach_chunk(dtensor)
         return dtensor
+
+    def _attach_chunk(self, dtensor: DTensor) -> None:
+        if self._chunk is None:
+            self._chunk = attach_boxes(dtensor, self._boxes(), self.taken_name)
+        else:
+            vars(dtensor).update(self._chunk)
+            vars(local_tensor(dtensor)).update(self._chunk)
 
     def _boxes(self) -> list[Box]:
         """Where this rank's elements lie in the global tensor."""
@@ -114,7 +131,8 @@ class ShardSpec:
         last = self.first_row + self.row_count
         low, high = (min(max(at, first), first + count) - first for at in (self.first_row, last))
         start = min(max(first - self.first_row, 0), self.row_count)
-        rows = with_own_storage(local.narrow(0, start, high - low))
+        rows = local.narrow(0, start, high - low)
+        rows = Span.of(rows.shape, 0).alone(rows)
         shape, offsets = [count, *self._part_shape[1:]], [low] + [0] * (len(self.shape) - 1)
         if cut.is_cut:
             assert cut.dim == 0 or cut.blocks == 1, "blocks of another dim than the rows lie apart"
@@ -181,28 +199,6 @@ class ShardSpec:
         return counts
 
 
-def with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The contiguous `view` as a tensor whose storage is just its memory: see `own_storage`."""
-    storage = own_storage(view, Span(view.shape, (), 0))
-    if storage.nbytes() == view.untyped_storage().nbytes():
-        return view
-    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
-
-
-def own_storage(data: torch.Tensor, span: Span) -> torch.UntypedStorage:
-    """A storage that is just the memory of the contiguous `span` of `data`.
-
-    torch (2.11 to 2.13) neither deep-copies nor stages a DTensor whose local tensor begins inside its storage, and
-    copies the whole storage of one that does not fill it.
-    """
-    storage, itemsize = data.untyped_storage(), data.element_size()
-    nbytes = math.prod(span.shape) * itemsize
-    if storage.nbytes() == nbytes:
-        return storage
-    first = (data.storage_offset() + span.start) * itemsize
-    return storage[first : first + nbytes] if nbytes else torch.UntypedStorage(0, device=data.device)
-
-
 def _mesh_of(index: FSDPDistributedIndex, is_expert: bool) -> tuple[DeviceMesh, int, dist.ProcessGroup | None]:
     """The mesh of a parameter's DTensor, how many of its axes are data-parallel, and the tensor-parallel ranks.
 
@@ -239,34 +235,36 @@ def _moved(axis, rank: int):
     return type(axis)(axis.group, axis.gather_group, rank, axis.size)
 
 
-class _Override:
-    """A method of one DTensor in place of torch's, which assumes the shards of `torch.chunk` and is silently wrong."""
+class _FullTensor(NamedTuple):
+    """`full_tensor` of one DTensor in place of torch's, which assumes the rows of `torch.chunk`: wrong here."""
 
-    def __init__(self, spec: ShardSpec, dtensor: weakref.ref[DTensor], kept: torch.Tensor | None = None):
-        self._spec = spec
-        self._dtensor = dtensor
-        self._kept = kept
-        """This rank's rows; None if they may move to other memory."""
+    spec: ShardSpec
+    dtensor: weakref.ref[DTensor] | None
+    kept: torch.Tensor | None = None
+    """This rank's rows; None if they may move to other memory."""
 
     def __reduce__(self) -> tuple:
         # A pickled shard (asynchronous checkpoints send them to another process) has left its process groups behind.
         return _Detached, ()
-
-
-class _FullTensor(_Override):
-    """`full_tensor`."""
 
     def __call__(self, *, grad_placements: object = None) -> torch.Tensor:
         """The full tensor on every rank. **Collective** over the tensor's mesh; not differentiable."""
         if grad_placements is not None:
             raise NotImplementedError("full_tensor of a shard is not differentiable; leave grad_placements out.")
         with torch.no_grad():
-            local = self._dtensor().to_local().detach() if self._kept is None else self._kept
-            return self._spec.gather(local) if self._spec.is_sharded else local.clone()
+            local = self.dtensor().to_local().detach() if self.kept is None else self.kept
+            return self.spec.gather(local) if self.spec.is_sharded else local.clone()
 
 
-class _Redistribute(_Override):
-    """`redistribute`, which torch's checkpoint helpers call to gather."""
+class _Redistribute(NamedTuple):
+    """`redistribute` of one DTensor in place of torch's; torch's checkpoint helpers call it to gather."""
+
+    spec: ShardSpec
+    dtensor: weakref.ref[DTensor] | None
+    kept: torch.Tensor | None = None
+
+    def __reduce__(self) -> tuple:
+        return _Detached, ()
 
     def __call__(
         self,
@@ -280,12 +278,12 @@ class _Redistribute(_Override):
         Raises:
             NotImplementedError: other placements, or another mesh.
         """
-        dtensor, spec = self._dtensor(), self._spec
+        spec = self.spec
         if device_mesh not in (None, spec.mesh) or not all(isinstance(place, Replicate) for place in placements or ()):
             raise NotImplementedError(f"a shard of a sharded model can be redistributed to Replicate, not {placements}")
         if placements is None:
-            return dtensor
-        return DTensor.from_local(dtensor.full_tensor(), spec.mesh, [Replicate()] * spec.mesh.ndim, run_check=False)
+            return self.dtensor() if self.kept is None else spec.wrap(self.kept)
+        return DTensor.from_local(_FullTensor(*self)(), spec.mesh, [Replicate()] * spec.mesh.ndim, run_check=False)
 
 
 class _Detached:

@@ -149,11 +149,17 @@ def _nobody() -> None:
     return None
 
 
-def attach_boxes(dtensor: DTensor, boxes: Sequence[Box], taken_name: str | None = None) -> None:
-    """`attach_chunk_metadata` for a local tensor that is any number of boxes. No communication; raises like it."""
+def attach_boxes(
+    dtensor: DTensor, boxes: Sequence[Box], taken_name: str | None = None
+) -> dict[str, Callable[..., object]] | None:
+    """`attach_chunk_metadata` for a local tensor that is any number of boxes. No communication; raises like it.
+
+    Returns:
+        The attributes that it has set, which are those of any tensor that lies alike; None if they are this tensor's.
+    """
     if len(boxes) == 1:
         attach_chunk_metadata(dtensor, boxes[0].offsets, boxes[0].sizes, taken_name)
-        return
+        return {name: vars(dtensor)[name] for name in (CREATE_CHUNK_LIST, CREATE_WRITE_ITEMS)}
     roles = _roles(dtensor)
     chunks = tuple(AttachedChunk(box.offsets, box.sizes, *roles, taken_name) for box in boxes)
     attached = _AttachedBoxes(tuple(boxes), chunks, weakref.ref(dtensor))
@@ -161,6 +167,7 @@ def attach_boxes(dtensor: DTensor, boxes: Sequence[Box], taken_name: str | None 
         setattr(owner, CREATE_CHUNK_LIST, attached.create_chunk_list)
         setattr(owner, CREATE_WRITE_ITEMS, attached.create_write_items)
         setattr(owner, GET_TENSOR_SHARD, attached.get_tensor_shard)
+    return None
 
 
 def attach_chunk_metadata(

@@ -243,12 +243,12 @@ class MegatronFSDP(nn.Module):
         self._schedule.microbatch_count = 0
         if self.step_guard.is_active:
             self.step_guard.check()
-        self.attach_grad_to_optimizer_state()  # before the host waits to look: the device is still busy
+        self.param_and_grad_buffer.attach_grads()  # before the host waits to look: the device is still busy
         if self._nan_report is not None:
             try:
                 self._nan_report.check()
             except NonFiniteGradientError:
-                self.param_and_grad_buffer.detach_grads()  # an earlier backward's too: sums, or the same memory
+                self.param_and_grad_buffer.detach_grads()  # an earlier backward's too: they are sums
                 raise
 
     def attach_grad_to_optimizer_state(self) -> None:
@@ -256,14 +256,14 @@ class MegatronFSDP(nn.Module):
         self.param_and_grad_buffer.update_main_grads()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients, whichever way torch would: detached ones cost nothing that zeros would save."""
-        self.zero_grad_buffer()
+        """Forgets all gradients; without `set_to_none`, those that are attached stay, as zeros."""
+        self.param_and_grad_buffer.forget_grads(None, set_to_none=set_to_none)
+        if self._nan_report is not None:
+            self._nan_report.forget()
 
     def zero_grad_buffer(self) -> None:
         """Forgets all gradients."""
-        self.param_and_grad_buffer.zero_grad()
-        if self._nan_report is not None:
-            self._nan_report.forget()
+        self.zero_grad()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiplies all gradients."""

@@ -157,12 +157,10 @@ def _make_zero_grad(model: Any, optimizer: torch.optim.Optimizer, base: Callable
     def zero_grad(self: torch.optim.Optimizer, *args: Any, zero_grad_buffer: bool = True, **kwargs: Any) -> Any:
         buffer, own = model.param_and_grad_buffer, params_of(self)  # other parameters may be another optimizer's
         if not zero_grad_buffer:
-            buffer.follow_grads()
-        result = base(self, *args, **kwargs)
-        if zero_grad_buffer:
-            buffer.zero_grad(own)
-        else:
             buffer.detach_grads(own)
+            return base(self, *args, **kwargs)
+        result = base(self, *args, **kwargs)
+        buffer.forget_grads(own, set_to_none=(*args, kwargs.get("set_to_none", True))[0])
         return result
 
     return zero_grad

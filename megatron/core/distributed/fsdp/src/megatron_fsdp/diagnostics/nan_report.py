@@ -1,4 +1,4 @@
-"""Gradients that are not finite: found before they are attached, named on every rank."""
+"""Gradients that are not finite: found before an optimizer sees them, named on every rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_NAMED = 5
 
 
 class NonFiniteGradientError(ValueError):
-    """A gradient is NaN or infinite. Raised on every rank; no gradient has been attached."""
+    """A gradient is NaN or infinite. Raised on every rank; no gradient stays attached."""
 
 
 class Finding(NamedTuple):
@@ -110,9 +110,10 @@ class NanReport:
 
     def _reduced(self, group: ParamGroup) -> torch.Tensor:
         """Per parameter: this rank's rows of the final gradient are not finite."""
-        if group.main_grad.state is not GradState.FINAL:
-            return torch.zeros(len(group.params), dtype=torch.bool, device=self._device)
-        return _not_finite([group.main_grad.final.view(slot) for slot in range(len(group.params))], self._device)
+        main_grad, slots = group.main_grad, range(len(group.params))
+        is_final = main_grad.state is GradState.FINAL
+        views = [main_grad.final.view(slot) if is_final and slot not in main_grad.dropped else None for slot in slots]
+        return _not_finite(views, self._device)
 
     def _here(self, reduced: Sequence[torch.Tensor]) -> list[Finding]:
         findings, rank = [], dist.get_rank()

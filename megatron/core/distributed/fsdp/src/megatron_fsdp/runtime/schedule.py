@@ -135,8 +135,6 @@ class Schedule:
         """Some backward is over: memory has been used as it will be."""
         self.taken_by: str | None = None
         """What shows parameters of its own in place of the schedule's; until it ends, no forward can run."""
-        self.before_gradients: Callable[[], Callable[[], None] | None] = lambda: None
-        """Gives what is called before the gradients of a backward join those that are there."""
         self.on_order: Callable[[Sequence[Unit]], bool] = lambda units: True
         """Called between steps with the order in which units were found to run, until it says that it has taken it."""
         self._order_taken: tuple[int, ...] = ()
@@ -332,9 +330,6 @@ class Schedule:
         self._show(unit)
 
     def _begin_backward(self, key: Key | None) -> Pass:
-        prepare = self.before_gradients()
-        if prepare is not None:
-            prepare()
         for unit in self._reducer.in_flight:  # of the micro-batch before
             self._reducer.drain(unit)
         forward = key or self._last_key
@@ -645,9 +640,6 @@ class Schedule:
     def finish_reductions(self) -> None:
         """Finalizes what is still open, and makes the current stream wait for every reduction. **Collective**."""
         self.end_interrupted_backward()
-        prepare = self.before_gradients()
-        if prepare is not None:
-            prepare()
         for number in self.programs.reduction_order(self._phase):  # of a backward that went through no unit's output
             if self.units[number].has_stray_grads():
                 self._reducer.reduce(self.units[number])

@@ -49,6 +49,21 @@ class Span(NamedTuple):
         # Backward needs every parameter's: a slice and a view of that would take 2.5 times as long (torch 2.13).
         return data.as_strided(self.shape, self.stride, data.storage_offset() + self.start)
 
+    def alone(self, data: torch.Tensor) -> torch.Tensor:
+        """These rows of the contiguous `data`, as a tensor whose storage is just their memory.
+
+        torch (2.11 to 2.13) neither deep-copies nor stages a DTensor whose local tensor begins inside its storage, and
+        copies the whole storage of one that does not fill it.
+        """
+        if 0 in self.shape:
+            return data.new_empty(self.shape)
+        storage, itemsize = data.untyped_storage(), data.element_size()
+        nbytes = math.prod(self.shape) * itemsize
+        if storage.nbytes() != nbytes:
+            first = (data.storage_offset() + self.start) * itemsize
+            storage = storage[first : first + nbytes]
+        return data.new_empty(0).set_(storage, 0, self.shape, self.stride)
+
 
 @dataclasses.dataclass
 class FlatBuffer:

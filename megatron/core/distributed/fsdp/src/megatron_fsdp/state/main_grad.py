@@ -1,4 +1,4 @@
-"""One group's gradient from autograd to the optimizer: accumulate, reduce, finalize."""
+"""One group's gradient from autograd to the optimizer: accumulate, reduce, finalize, attach."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -17,9 +17,10 @@ from megatron_fsdp.machine.collectives import GradScale
 from megatron_fsdp.machine.torch_compat import (
     foreach_add_,
     foreach_copy_,
-    foreach_zero_,
+    local_tensor,
     multiplies_into,
     without_overrides,
+    zero_each,
 )
 from megatron_fsdp.plan.strategy import PARTIAL, AxisPair
 from megatron_fsdp.state.flat_buffer import FlatBuffer, Span
@@ -27,6 +28,9 @@ from megatron_fsdp.state.tensor_parallel import local_part
 
 if TYPE_CHECKING:
     from megatron_fsdp.state.param_group import GroupFacts
+
+AlongOuter = Callable[[], AbstractContextManager]
+"""Makes a context in which the outer axis is reduced (its stream), after what was issued before it."""
 
 
 class GradState(enum.Enum):
@@ -58,28 +62,31 @@ class MainGrad:
         self.buffer = FlatBuffer(facts.layout, facts.axes, facts.plan.main_grad, nothing)
         """Has memory from the first backward of a cycle until `reset`."""
         self.state = GradState.EMPTY
-        self.generation = 0
-        """Changes whenever the final gradient does."""
         self._aside: torch.Tensor | None = None
-        """The reduced part of an earlier cycle that was set aside."""
-        self._spent: torch.Tensor | None = None
-        """A part that has been added again: kept until the stream that allocated it has waited for the addition."""
+        """The reduced part of an earlier cycle, to be added again; afterwards kept for the stream that allocated it."""
         self._staged: FlatBuffer | None = None
         self._lent: dict[int, Callable[[], object]] = {}
         """Parameters whose place in the staged gradients is taken, with who holds it still, if anybody does."""
         # Worked out once: this is needed of every parameter in every backward, and the host must run ahead.
         self._spans = [Span.of(slot.shape, slot.start) for slot in facts.layout.slots]
-        self._final_spans = [self.final.span(slot) for slot in range(len(facts.layout.slots))]
+        first = self.final.bounds[0] - self.buffer.bounds[0]
+        final_spans = map(self.final.span, range(len(self._spans)))
+        self._final_spans = [span._replace(start=first + span.start) for span in final_spans]
+        """This rank's rows of the final gradient, in the data of `buffer`."""
+        self._sharded: Sequence[torch.nn.Parameter] = ()
+        self._views: list[torch.Tensor | None] = [None] * len(self._spans)
+        """Attached to them: DTensors over the buffer's memory."""
+        self._empty_views: dict[int, torch.Tensor] = {}  # where this rank has no rows; made once
+        self._may_be_held = False  # views of the buffer's memory have been attached
+        self.is_current = False
+        """Parameters have the final gradient, and nothing has been added to it since."""
+        self.dropped: set[int] = set()
+        """Slots whose gradient users have dropped, and no backward has brought another; what the rows hold is stale."""
 
     @property
     def final(self) -> FlatBuffer:
         """The part of the buffer that the optimizer reads once the state is FINAL."""
         return self.buffer.part(self._plan.finalized_grad())
-
-    @property
-    def final_spans(self) -> list[Span]:
-        """Where this rank's rows of every parameter lie in the data of `final`."""
-        return self._final_spans
 
     @property
     def staging_key(self) -> str:
@@ -115,9 +122,8 @@ class MainGrad:
 
     def allocate(self) -> None:
         """Gives the buffer memory, if it has none, on the current stream."""
-        with self._pool.lasting(
-            f"{self._facts.name}.main_grad", self.buffer.nbytes if self._plan.defers_reduction else 0
-        ):
+        nbytes = self.buffer.nbytes if self._plan.defers_reduction else 0
+        with self._pool.lasting(f"{self._facts.name}.main_grad", nbytes):
             self.buffer.allocate()
 
     # -- from autograd ------------------------------------------------------------------------------------------
@@ -171,13 +177,15 @@ class MainGrad:
             self._stage().data.copy_(held.data)  # others, of fused kernels, may be nowhere else
 
     def collect(self) -> FlatBuffer | None:
-        """Takes the gradients that autograd left on the parameters, zero where it left none.
-
-        The buffer's memory, if it has none, comes from the current stream.
+        """Takes the gradients that autograd left on the parameters, zero where it left none, on the current stream.
 
         Returns:
             The staged gradients to be reduced, or None if they were added to the accumulation buffer.
         """
+        if self._may_be_held or self.dropped:
+            self._forget_dropped()
+            self.dropped.clear()
+        self.is_current = False
         self.allocate()
         if self._plan.reduces_each_microbatch:
             self._leave_what_is_held()
@@ -214,13 +222,12 @@ class MainGrad:
             foreach_add_(views, grads)  # of another dtype, they are added without being rounded or copied first
         elif views:
             foreach_copy_(views, grads)
-        if untouched:
-            foreach_zero_(untouched)
+        zero_each(untouched)
 
     def _restart_if_final(self) -> None:
         """Opens a finalized buffer for accumulation, its reduced part set aside."""
         if self.state is GradState.FINAL and not self._plan.accumulates_final_values:
-            self._aside, self._spent = self.final.data.clone(), None
+            self._aside = self.final.data.clone()
             self.state = GradState.EMPTY
 
     # -- across ranks -------------------------------------------------------------------------------------------
@@ -240,14 +247,11 @@ class MainGrad:
         else:
             target.add_(source)
 
-    def finalize(
-        self, scale: GradScale, along_outer: Callable[[], AbstractContextManager] = contextlib.nullcontext
-    ) -> torch.Tensor | None:
+    def finalize(self, scale: GradScale, along_outer: AlongOuter = contextlib.nullcontext) -> torch.Tensor | None:
         """Ends an accumulation: reduces and scales what has not been. **Collective** if reductions were deferred.
 
         Args:
             scale: of the whole reduction; not applied again to what `reduce` has scaled already.
-            along_outer: context in which the outer axis is reduced (its stream), after what was issued before it.
 
         Returns:
             What was allocated outside that context and is read inside it: to be kept until it has been.
@@ -262,13 +266,10 @@ class MainGrad:
             if not self._plan.reduces_each_microbatch and scale.pre != 1.0:
                 self.buffer.data.mul_(scale.pre)  # experts without a peer still share their data with all dense ranks
             self._settle(self.final)
-        self.generation += 1
         self.state = GradState.FINAL
         return crossing
 
-    def _reduce_deferred(
-        self, scale: GradScale, along_outer: Callable[[], AbstractContextManager]
-    ) -> torch.Tensor | None:
+    def _reduce_deferred(self, scale: GradScale, along_outer: AlongOuter) -> torch.Tensor | None:
         target = self._plan.finalized_grad()
         if self._plan.main_grad.inner is target.inner:  # only the outer axis is left
             with along_outer():
@@ -299,7 +300,6 @@ class MainGrad:
             self.final.data.copy_(reduced.data)
         if self._aside is not None:
             self.final.data.add_(self._aside)
-            self._aside, self._spent = None, self._aside
 
     def discard(self) -> None:
         """Forgets the gradients of a backward that did not come to its end."""
@@ -309,31 +309,117 @@ class MainGrad:
                 param.grad_added_to_main_grad = False
         self._unstage()
 
-    def forget(self, slots: Sequence[int]) -> None:
-        """Makes what has been accumulated for these parameters zero; the current stream has waited for reductions."""
-        if self.state is GradState.EMPTY:
+    def reset(self) -> None:
+        """Forgets the gradient and frees its memory; the current stream has waited for reductions, if it must."""
+        self.state = GradState.EMPTY
+        self.buffer.free()
+        self._aside = None
+        self._views = [None] * len(self._spans)
+        self.dropped.clear()
+        self.is_current = self._may_be_held = False
+
+    def scale(self, factor: float | torch.Tensor) -> None:
+        """Multiplies what has been accumulated by `factor`; the current stream has waited for reductions."""
+        self._forget_dropped()
+        (self.final if self.state is GradState.FINAL else self.buffer).data.mul_(factor)
+        if self.state is GradState.ACCUMULATING and self._aside is not None:
+            self._aside.mul_(factor)
+
+    # -- on the sharded parameters ------------------------------------------------------------------------------
+
+    def show_on(
+        self, sharded: Sequence[torch.nn.Parameter], attribute: str, wait: Callable[[], Callable[[], None] | None]
+    ) -> None:
+        """Says what `attach` sets on which parameters, and weakly how the current stream waits for reductions."""
+        self._sharded, self._attribute, self._wait = sharded, attribute, wait
+        for param in sharded:
+            if attribute == "grad" and param.dtype != self.buffer.dtype:
+                param.grad_dtype = None  # any: torch's checkpoint helpers attach zeros in the parameter's own dtype
+
+    def attach(self) -> None:
+        """Gives every parameter its view of the final gradient; None if it is not final, or was dropped.
+
+        Raises:
+            RuntimeError: a parameter has a gradient that is not ours.
+        """
+        is_final = self.state is GradState.FINAL
+        for slot, (param, view) in enumerate(zip(self._sharded, self._views, strict=True)):
+            if param.grad is not None and param.grad is not view:
+                raise RuntimeError(
+                    f"{self._facts.fqns[slot]} has a gradient that did not come through the model's forward, and would "
+                    "be lost. A loss term on parameters themselves cannot be taken on sharded ones: use the "
+                    "optimizer's weight decay. A gradient that was replaced cannot be added to: change it in place."
+                )
+            if view is not None and getattr(param, self._attribute, None) is None:
+                self.dropped.add(slot)
+            if not is_final or slot in self.dropped:
+                view = None
+            elif view is None:
+                view = self._empty_views.get(slot)
+                if view is None:
+                    view = param.megatron_fsdp_spec.wrap_grad(self.buffer.data, self._final_spans[slot])
+                    if 0 in self._final_spans[slot].shape:
+                        self._empty_views[slot] = view
+            self._views[slot] = view
+            setattr(param, self._attribute, view)
+        self.is_current = is_final
+        self._may_be_held |= is_final
+        if len(self.dropped) == len(self._sharded):
+            self.reset()
+
+    def detach(self, chosen: Collection[int] | None) -> list[int]:
+        """Takes gradients off the parameters of these ids (None: all), and says their slots; the buffer keeps them."""
+        self._note_dropped()
+        slots = []
+        for slot, param in enumerate(self._sharded):
+            if chosen is None or id(param) in chosen:
+                slots.append(slot)
+                param.grad = self._views[slot] = None
+                setattr(param, self._attribute, None)
+        return slots
+
+    def drop(self, chosen: Collection[int] | None) -> None:
+        """Forgets the gradients of these parameters; frees the buffer if it has no others, so see `reset`."""
+        self.dropped.update(self.detach(chosen))
+        if len(self.dropped) == len(self._sharded):
+            self.reset()
+
+    def zero(self, chosen: Collection[int] | None) -> None:
+        """Makes the gradients of these parameters zero if they are attached, else drops them."""
+        if not self.is_current:
+            self.drop(chosen)
             return
+        pairs = zip(self._sharded, self._views, strict=True)
+        views = [view for param, view in pairs if view is not None and (chosen is None or id(param) in chosen)]
+        zero_each(map(local_tensor, views))
+
+    def _note_dropped(self) -> None:
+        """Notices gradients that users have taken off their parameters, as by `p.grad = None`."""
+        shown = zip(self._sharded, self._views, strict=True) if self._may_be_held else ()
+        for slot, (param, view) in enumerate(shown):
+            if view is not None and getattr(param, self._attribute, None) is None:
+                self.dropped.add(slot)
+                self._views[slot] = None
+
+    def _forget_dropped(self) -> None:
+        """Makes dropped gradients zero in the buffer, in new memory if users may hold them; frees it if all are."""
+        self._note_dropped()
+        if not self.dropped or self.state is GradState.EMPTY:
+            return
+        if not self.is_current:
+            self._wait()()
+        if len(self.dropped) == len(self._sharded):
+            self.reset()
+            return
+        if self._may_be_held:
+            old = self.buffer.data
+            self.buffer.free()
+            self.allocate()
+            self.buffer.data.copy_(old)
+            for view, span in zip(self._views, self._final_spans, strict=True):
+                if view is not None:
+                    local_tensor(view).set_(span.alone(self.buffer.data))
         held = [self.final if self.state is GradState.FINAL else self.buffer]
         if self._aside is not None:
             held.append(dataclasses.replace(self.final, data=self._aside))
-        views = [buffer.view(slot) for buffer in held for slot in slots]
-        views = [view for view in views if view.numel()]
-        if views:
-            foreach_zero_(views)
-
-    def reset(self) -> None:
-        """Forgets the gradient and frees its memory; the current stream has waited for whoever uses it."""
-        self.state = GradState.EMPTY
-        self.buffer.free()
-        self._aside = self._spent = None
-        self._unstage()
-
-    def scale(self, factor: float | torch.Tensor) -> None:
-        """Multiplies what has been accumulated by `factor`."""
-        self.generation += 1
-        if self.state is GradState.FINAL:
-            self.final.data.mul_(factor)
-        elif self.state is GradState.ACCUMULATING:
-            self.buffer.data.mul_(factor)
-            if self._aside is not None:
-                self._aside.mul_(factor)
+        zero_each(buffer.view(slot) for buffer in held for slot in self.dropped)
