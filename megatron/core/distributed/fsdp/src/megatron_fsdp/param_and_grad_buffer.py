@@ -72,7 +72,7 @@ class ParamAndGradBuffer:
     @property
     def has_open_grads(self) -> bool:
         """Some gradient has been computed and is not attached yet."""
-        return any(unit.has_stray_grads() for unit in self._schedule.units) or any(
+        return bool(self._schedule.strays()) or any(
             main_grad.state is not GradState.EMPTY and not main_grad.is_current for main_grad in self._main_grads
         )
 
@@ -81,7 +81,7 @@ class ParamAndGradBuffer:
         """Gradients are on parameters, and none has come through the model."""
         is_empty = all(main_grad.state is GradState.EMPTY for main_grad in self._main_grads)
         has_any = any(param.sharded.grad is not None for _, param in self._trained)
-        return is_empty and has_any and not any(unit.has_stray_grads() for unit in self._schedule.units)
+        return is_empty and has_any and not bool(self._schedule.strays())
 
     def zero_grad(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Forgets and detaches the gradients of `params` (None: of all); frees buffers that hold no others."""

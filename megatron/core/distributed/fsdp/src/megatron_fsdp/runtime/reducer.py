@@ -93,7 +93,11 @@ class Reducer:
     def finalize(self, unit: Unit) -> None:
         """Starts what is left of the unit's reductions at the end of a cycle. **Collective**."""
         for group in unit.groups:
-            if group.main_grad is not None and group.main_grad.state is GradState.ACCUMULATING:
+            if group.main_grad is None or group.main_grad.state is not GradState.ACCUMULATING:
+                continue
+            if group.plan.accumulates_final_values:  # what has been reduced is what it should be
+                group.main_grad.finalize(self._scales[group.facts.is_expert])
+            else:
                 self._finalize(unit, group)
 
     def wait(self) -> None:

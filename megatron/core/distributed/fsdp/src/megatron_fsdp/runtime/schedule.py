@@ -409,13 +409,17 @@ class Schedule:
 
     def _check_strays(self, running: Pass) -> None:
         """Raises RuntimeError if gradients have come after their reduction: they would be lost."""
-        with without_overrides():
-            late = [unit for unit in self.units for raw in unit.trainable if raw.grad is not None]
+        late = self.strays()
         if late:
             raise RuntimeError(
                 f"gradients of unit {late[0].label} came after their place in the program ({self._where(running)}). "
                 "Call model.schedule.forget() on all ranks between steps, and run every unit in the first one."
             )
+
+    def strays(self) -> list[Unit]:
+        """Units with gradients that no reduction has taken, in the order of registration."""
+        with without_overrides():
+            return list(dict.fromkeys([unit for unit in self.units for raw in unit.trainable if raw.grad is not None]))
 
     def _end_backward(self, running: Pass) -> None:
         self.watch.turn_back(None)
@@ -592,7 +596,8 @@ class Schedule:
     def _reduce_the_rest(self, running: Pass) -> None:
         """Reduces what has not been, and what came in later parts on some rank; the root last. **Collective**."""
         trained = [unit for unit in reversed(self.units) if unit.trainable]
-        late = self._consensus.largest([unit.has_stray_grads() for unit in trained])
+        strays = self.strays()
+        late = self._consensus.largest([unit in strays for unit in trained])
         for unit, is_late in zip(trained, late, strict=True):
             if is_late or unit.number not in running.reduced:
                 self._reduce_in_lockstep(running, unit)
@@ -640,9 +645,8 @@ class Schedule:
     def finish_reductions(self) -> None:
         """Finalizes what is still open, and makes the current stream wait for every reduction. **Collective**."""
         self.end_interrupted_backward()
-        for number in self.programs.reduction_order(self._phase):  # of a backward that went through no unit's output
-            if self.units[number].has_stray_grads():
-                self._reducer.reduce(self.units[number])
+        for unit in reversed(self.strays()):  # of a backward that went through no unit's output
+            self._reducer.reduce(unit)
         self.finalize_open()
         self._reducer.wait()
 
@@ -698,23 +702,24 @@ class Schedule:
         """Reshards weights that are not resident, and shows sharded parameters everywhere."""
         self._end_loans()
         for unit in self.units:
-            if unit.number not in self.programs.resident:
+            if unit.number in self.programs.resident:
+                unit.show_sharded()
+            else:
                 self._rest_unit(unit)
-            unit.show_sharded()
 
     def rest(self) -> None:
         """Reshards every weight and shows sharded parameters everywhere."""
         self._end_loans()
         for unit in self.units:
             self._rest_unit(unit)
-            unit.show_sharded()
 
     def _rest_unit(self, unit: Unit) -> None:
         if unit.number in self.programs.comes_and_goes:
             self._whole.discard(unit.number)
         if unit.number in self._lenders:  # a backward to come reads it
             self._late.add(unit.number)
-        else:
+            unit.show_sharded()
+        elif unit.shows_raw or unit.is_gathered:
             self._late.discard(unit.number)
             self._gatherer.reshard(unit)
 

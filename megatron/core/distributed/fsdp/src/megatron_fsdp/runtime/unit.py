@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.machine.device import Event
-from megatron_fsdp.machine.torch_compat import storage_id, version_of, without_overrides
+from megatron_fsdp.machine.torch_compat import storage_id, version_of
 from megatron_fsdp.state.param_group import ParamGroup
 from megatron_fsdp.state.tensor_parallel import local_part
 
@@ -193,11 +193,6 @@ class Unit:
     def has_staged_grads(self) -> bool:
         """Gradients of this backward are being written to where they are reduced from."""
         return any(group.main_grad is not None and group.main_grad.is_staged for group in self.groups)
-
-    def has_stray_grads(self) -> bool:
-        """Gradients have arrived that no reduction has taken."""
-        with without_overrides():
-            return any(raw.grad is not None for raw in self.trainable)
 
 
 def contains(unit: Unit, other: Unit) -> bool:

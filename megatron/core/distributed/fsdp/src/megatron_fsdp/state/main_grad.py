@@ -257,17 +257,17 @@ class MainGrad:
             What was allocated outside that context and is read inside it: to be kept until it has been.
         """
         assert self.state is GradState.ACCUMULATING, self.state
-        crossing = None
-        if self._plan.defers_reduction:
-            if self._plan.reduces_each_microbatch:
-                scale = scale.for_the_rest
-            crossing = self._reduce_deferred(scale, along_outer)
-        else:
-            if not self._plan.reduces_each_microbatch and scale.pre != 1.0:
-                self.buffer.data.mul_(scale.pre)  # experts without a peer still share their data with all dense ranks
-            self._settle(self.final)
         self.state = GradState.FINAL
-        return crossing
+        if self._plan.accumulates_final_values:
+            return None
+        if self._plan.defers_reduction:
+            return self._reduce_deferred(
+                scale.for_the_rest if self._plan.reduces_each_microbatch else scale, along_outer
+            )
+        if scale.pre != 1.0:
+            self.buffer.data.mul_(scale.pre)  # experts without a peer still share their data with all dense ranks
+        self._settle(self.final)
+        return None
 
     def _reduce_deferred(self, scale: GradScale, along_outer: AlongOuter) -> torch.Tensor | None:
         target = self._plan.finalized_grad()
