@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron_fsdp.checkpoint import StateDictHooks
 from megatron_fsdp.diagnostics.forward_guard import ForwardGuard
+from megatron_fsdp.diagnostics.hang_report import report_hangs
 from megatron_fsdp.diagnostics.refusals import refuse_hooks, refuse_moves
 from megatron_fsdp.runtime.hooks import install_hooks
 from megatron_fsdp.runtime.schedule import Schedule
@@ -29,6 +30,8 @@ def attach(root: nn.Module, schedule: Schedule, owner: Callable[[], Any]) -> Sta
         param.raw.__fsdp_param__ = True  # read by megatron-core
         refuse_hooks(param.sharded, param.fqn)
     refuse_moves(root, owner)
+    if schedule.config.hang_report_s:
+        report_hangs(schedule, schedule.config.hang_report_s)
     install_hooks(schedule, ForwardGuard(schedule, is_strict=schedule.config.is_strict))
     state_dict_hooks = StateDictHooks(schedule)
     state_dict_hooks.install(root)

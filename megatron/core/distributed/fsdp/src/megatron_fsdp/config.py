@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import os
 from collections.abc import Mapping
 
@@ -238,6 +239,8 @@ class EngineConfig:
     """Bytes for weights that stay gathered through a step; None: what the first step leaves free."""
     gathers_by_copies: bool = False
     """Over the inner axis ranks copy weights out of each other's memory."""
+    hang_report_s: float = 0.0
+    """Seconds without any event after which a rank logs where it is; 0: never."""
     is_strict: bool = False
     """Every forward is checked for mistakes, not the first ones only."""
 
@@ -336,6 +339,7 @@ def resolve(
         buffers=buffer_policy(config),
         residency_nbytes=_residency_nbytes(config),
         gathers_by_copies=_gathers_by_copies(config, inner),
+        hang_report_s=_hang_report_s(),
         is_strict=os.environ.get("MEGATRON_FSDP_STRICT", "0") not in ("", "0"),
     )
 
@@ -349,6 +353,17 @@ def check_switches(given: Mapping[str, object]) -> None:
     for name, came in given.items():
         if came not in (True, False):
             raise ValueError(f"{name} is {came!r}; expected True or False")
+
+
+def _hang_report_s() -> float:
+    value = os.environ.get("MEGATRON_FSDP_HANG_REPORT_S", "0")
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds < math.inf:
+        raise ValueError(f"MEGATRON_FSDP_HANG_REPORT_S is {value!r}; expected seconds, a number of 0 or more")
+    return seconds
 
 
 def _residency_nbytes(config: DistributedDataParallelConfig) -> int | None:

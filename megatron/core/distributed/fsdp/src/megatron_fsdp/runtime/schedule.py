@@ -113,7 +113,8 @@ class Schedule:
         self.lost_weights: list[str] | None = None
         """Parameters whose installed values a step without install has overwritten; None: no such step since."""
         # -- where this rank is --
-        self._events = 0
+        self.events = 0
+        """That have been reported; with it calls are ordered."""
         self._open: list[Call] = []
         """Calls that have not returned, the innermost one last."""
         self._used = [0] * len(units)
@@ -169,8 +170,9 @@ class Schedule:
         self._shared.clear()
 
     def where(self) -> str:
-        """Rank, pass, program counter, next operation and last event of each pass that runs; empty if none does."""
-        return "; ".join(self._where(running) for running in (self._forward, self._backward) if running is not None)
+        """Rank, pass, program counter, next operation and last event of each pass that runs, or which was the last."""
+        running = [each for each in (self._forward, self._backward) if each is not None]
+        return "; ".join(map(self._where, running)) or f"rank {dist.get_rank()}, after pass {self._passes}"
 
     def _where(self, running: Pass) -> str:
         label = [unit.label for unit in self.units].__getitem__
@@ -217,16 +219,16 @@ class Schedule:
         self._show(unit)
 
     def _open_call(self, unit: Unit, key: Key | None, forward: int) -> None:
-        self._events += 1
-        self._open.append(Call(unit.number, self._events, key, forward, self.generation))
+        self.events += 1
+        self._open.append(Call(unit.number, self.events, key, forward, self.generation))
 
     def returned(self, unit: Unit) -> Call | None:
         """The unit's module has run, in forward or inside backward; gives the call that is over."""
-        self._events += 1
+        self.events += 1
         while self._open:  # a checkpoint stops its recomputation early, and then nothing returns
             call = self._open.pop()
             if call.unit == unit.number:
-                call.returned = self._events
+                call.returned = self.events
                 return call
         return None
 
@@ -313,7 +315,7 @@ class Schedule:
         if number not in self._held:
             self._held.add(number)
             self._used[number] += 1
-        self._end_uses(running, self._events, graph_task())
+        self._end_uses(running, self.events, graph_task())
         self._reach(running, (AGAIN, number))
         self._show(unit)
 
@@ -322,7 +324,7 @@ class Schedule:
         running, task = self._backward or self._begin_backward(call.key), graph_task()
         if call.key is not None and call.forward not in running.forwards:
             self._enter_graph(running, call.forward)
-        self._events += 1
+        self.events += 1
         self._uses.append((unit.number, call.began, task))
         self._used[unit.number] += 1
         self._end_uses(running, call.returned, task)
