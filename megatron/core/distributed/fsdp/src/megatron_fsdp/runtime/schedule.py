@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -127,8 +127,6 @@ class Schedule:
         """Units that returned views of their weights to a forward that runs or whose backward may come."""
         self._awaited = 0
         """Backwards that forwards since the last install may bring."""
-        self._late: set[int] = set()
-        """Units in use that the program has resharded."""
         self.model_auto_sync = False
         self.is_last_microbatch = True
         self.microbatch_count = 0
@@ -246,13 +244,14 @@ class Schedule:
             return
         if lends and running.key.unit == 0:
             self._lenders.add(number)
-        self._let_go(running, number)
+        self._let_go(number)
         self._reach(running, (EXIT, number))
 
     def _begin_forward(self, unit: Unit) -> None:
         if self._forward is not None:  # it raised, and nothing told
             self.abort_forward()
-        self._end_loans()
+        if self._lenders and not self._awaited:
+            self.release()
         self._gatherer.follow()
         self._last_key = Key(unit.number, torch.is_grad_enabled(), self._phase)
         self._forward = self._begin(self._last_key)
@@ -263,7 +262,7 @@ class Schedule:
         self._passes += 1
         compiled = self.programs.get(key)
         if compiled is not None and self._forward is None:
-            self._release_all(self._whole - compiled.head)
+            self._release_all(compiled.head)
         return Pass(key, self._passes, compiled)
 
     def _end_forward(self, running: Pass, *, keeps: bool) -> None:
@@ -277,23 +276,8 @@ class Schedule:
                 self._whole.add(own)
         self._forward = None
         self._awaited += keeps
-        if not self._awaited:
-            self._lenders.clear()
-        self._rest_of_pass(own if keeps else None)
-
-    def _rest_of_pass(self, kept: int | None = None) -> None:
-        """The pass is over: reshards what is neither in use nor left gathered by the program."""
-        for unit in self.units:
-            number = unit.number
-            if not (unit.shows_raw or unit.is_gathered) or number == kept:
-                continue
-            if self._used[number]:  # by a forward around this backward
-                continue
-            if number in self._whole or number in self._lenders:
-                unit.show_sharded()
-            else:
-                self._late.discard(number)
-                self._gatherer.reshard(unit)
+        self._end_loans()
+        self._let_go_of_all(kept=own if keeps else -1)
 
     def abort_forward(self) -> None:
         """The forward that runs was interrupted; no more of it will come. **Collective** where ranks differ.
@@ -380,7 +364,7 @@ class Schedule:
         for number in dict.fromkeys(number for number, _, _ in ended):
             if not self._used[number]:
                 running.trace.append((OVER, number))
-                self._let_go(running, number)
+                self._let_go(number)
 
     def finish_backward(self) -> None:
         """The outermost backward is over: runs the rest of the program, or records it. **Collective**."""
@@ -427,7 +411,7 @@ class Schedule:
         self.watch.turn_back(None)
         self._backward = None
         self._awaited = max(0, self._awaited - max(1, len(running.forwards)))
-        self._rest_of_pass()
+        self._let_go_of_all()
         for number in sorted(running.whole - self._whole):  # the forward around it goes on where it was
             self._gather(number)
 
@@ -443,7 +427,7 @@ class Schedule:
         if running.compiled is None or not running.compiled.program.is_spmd:
             self._finish(running)  # other ranks may have come farther
             self._reducer.wait()
-        self._release_all(self._whole)
+        self._release_all()
         self._open.clear()
         self._end_backward(running)
 
@@ -503,12 +487,7 @@ class Schedule:
         done = compiled.program.ops[: compiled.starts[furthest]]
         running.reduced = {op.unit for op in done if op.kind == plan.REDUCE}
         running.compiled = None
-        self._release_all(self._whole)
-
-    def _release_all(self, numbers: set[int]) -> None:
-        """Reshards these units, but for those whose weights rest whole or are resident."""
-        for number in sorted(numbers & self.programs.comes_and_goes - self.programs.resident):
-            self._release(number)
+        self._release_all()
 
     # -- operations -----------------------------------------------------------------------------------------------
 
@@ -523,39 +502,42 @@ class Schedule:
             return
         if stays:
             self._whole.add(number)
-        self._late.discard(number)
         self._gatherer.gather(self.units[number])
 
     def _release(self, number: int) -> None:
         self._whole.discard(number)
-        if self._is_used(number):
-            self._late.add(number)
+        self._let_go(number)
+
+    def _release_all(self, kept: Collection[int] = ()) -> None:
+        """Reshards what programs have left gathered, but for residents and `kept`; this rank keeps what it uses."""
+        for number in sorted(self._whole & self.programs.comes_and_goes - self.programs.resident - set(kept)):
+            self._release(number)
+
+    def _let_go(self, number: int) -> None:
+        """Shows the unit's shards, and reshards it, as far as neither this rank nor a program needs more of it."""
+        if self._used[number]:
+            return
+        unit = self.units[number]
+        if number in self._whole or number in self._lenders:
+            unit.show_sharded()
         else:
-            self._gatherer.reshard(self.units[number])
+            self._gatherer.reshard(unit)
+
+    def _let_go_of_all(self, kept: int = -1) -> None:
+        """A pass is over, or nothing runs: see `_let_go`. The unit `kept` shows its full parameters all the same."""
+        for unit in self.units:
+            if (unit.shows_raw or unit.is_gathered) and unit.number != kept:
+                self._let_go(unit.number)
 
     def _finalize(self, number: int) -> None:
         if self._finalizes:
             self._reducer.finalize(self.units[number])
-
-    def _is_used(self, number: int) -> bool:
-        """This rank reads the unit's weights."""
-        return self._used[number] > 0 or number in self._lenders
 
     def _show(self, unit: Unit) -> None:
         """Lets the unit's modules see its full parameters, which the compute stream has waited for."""
         if unit.gather_event is not None or unit.refresh_event is not None:
             self._gatherer.wait_for(unit)
         unit.show_raw()
-
-    def _let_go(self, running: Pass, number: int) -> None:
-        """A use of the unit is over on this rank: if it was the last, reshards it where no operation will."""
-        if self._is_used(number):
-            return
-        unit = self.units[number]
-        if number in self._late or (running.compiled is None and number not in self._whole):
-            self._late.discard(number)
-            self._gatherer.reshard(unit)
-        unit.show_sharded()
 
     # -- passes that no program covers ----------------------------------------------------------------------------
 
@@ -578,8 +560,7 @@ class Schedule:
             self._gather(lowest, stays=lowest in stay)
             if lowest == wanted:
                 return
-            if not self._is_used(lowest) and lowest not in self._whole:
-                self._gatherer.reshard(self.units[lowest])
+            self._let_go(lowest)
 
     def _is_reducible(self, running: Pass, unit: Unit) -> bool:
         """This rank is sure that no more gradients of the unit will come in this backward."""
@@ -656,7 +637,6 @@ class Schedule:
 
     def install(self) -> None:
         """Makes every compute weight follow its main weight. **Collective** if a codec is, and once for residency."""
-        self._lenders.clear()
         self._awaited = 0
         self.rest()
         for unit in self.units:
@@ -691,46 +671,29 @@ class Schedule:
             if not unit.gathers_weights:
                 self._gather(unit.number)
 
-    def _end_loans(self) -> None:
-        """Reshards units that lent their weights to forwards that have had their backwards, perhaps several."""
-        if self._lenders and not self._awaited:
-            lenders = sorted(self._lenders)
-            self._lenders.clear()
-            for number in lenders:
-                if number not in self._whole:
-                    self._rest_unit(self.units[number])
-
     def release(self) -> None:
         """Reshards weights that are not resident, and shows sharded parameters everywhere."""
         self._end_loans()
-        for unit in self.units:
-            if unit.number in self.programs.resident:
-                unit.show_sharded()
-            else:
-                self._rest_unit(unit)
+        self._whole -= self.programs.comes_and_goes - self.programs.resident
+        self._let_go_of_all()
 
     def rest(self) -> None:
         """Reshards every weight and shows sharded parameters everywhere."""
         self._end_loans()
-        for unit in self.units:
-            self._rest_unit(unit)
+        self._whole -= self.programs.comes_and_goes
+        self._let_go_of_all()
 
-    def _rest_unit(self, unit: Unit) -> None:
-        if unit.number in self.programs.comes_and_goes:
-            self._whole.discard(unit.number)
-        if unit.number in self._lenders:  # a backward to come reads it
-            self._late.add(unit.number)
-            unit.show_sharded()
-        elif unit.shows_raw or unit.is_gathered:
-            self._late.discard(unit.number)
-            self._gatherer.reshard(unit)
+    def _end_loans(self) -> None:
+        """Forgets units that lent their weights, once the forwards they lent them to have had their backwards."""
+        if not self._awaited:
+            self._lenders.clear()
 
     def settle(self) -> None:
         """Makes the current stream wait for every gather, reshards and shows sharded parameters."""
         for unit in self.units:
             self._gatherer.wait_for(unit)
         self._used = [0] * len(self._used)
-        self._lenders.clear()
+        self._awaited = 0
         self.rest()
 
 
