@@ -128,6 +128,8 @@ class Programs:
         self._recorded: dict[Key, Program] = {}
         """Everything in place."""
         self._compiled: dict[Key, Compiled] = {}
+        self._calls: dict[Key, collections.Counter[int]] = {}
+        """How often passes enter each unit."""
         if config.residency_nbytes:
             self.keep_resident(min(config.residency_nbytes, _MOST_NBYTES), range(1, len(units)))
             if not self.resident and dist.get_rank() == 0:
@@ -141,10 +143,15 @@ class Programs:
         """As it was recorded, everything in place."""
         return self._recorded.get(key)
 
+    def calls(self, key: Key, unit: int) -> int:
+        """How often a forward of this kind enters a unit; 1 if it is not known to."""
+        return self._calls.get(key, {}).get(unit, 1)
+
     def forget(self) -> None:
         """Drops everything that has been recorded."""
         self._recorded.clear()
         self._compiled.clear()
+        self._calls.clear()
 
     def record(self, key: Key, own: Trace) -> None:
         """Makes the program of passes like one that has just ended with this rank's trace `own`. **Collective**."""
@@ -159,6 +166,7 @@ class Programs:
             ran = {unit for _, unit in forward.trace} if forward is not None and key.forwards else ()
             trace = plan.completed(trace, self.facts, ran)
         self._recorded[key] = plan.build(trace, self.facts, is_spmd=is_spmd)
+        self._calls[key] = collections.Counter(unit for event, unit in trace if event == ENTER)
         for changed in {key, key.forward} & self._recorded.keys():
             self._compile(changed)
 

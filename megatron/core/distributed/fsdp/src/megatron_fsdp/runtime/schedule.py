@@ -551,10 +551,11 @@ class Schedule:
         none = len(self.units)
         stay = self.programs.resident | set(range(none)) - self.programs.comes_and_goes
         while True:
-            claims = [self._is_reducible(running, unit) for unit in self.units] if running.key.forwards else []
+            claims = self._claims(running) if running.key.forwards else []
             lowest, *reducible = self._consensus.smallest([none if wanted is None else wanted, *claims])
-            for unit in (unit for unit in reversed(self.units) if reducible and reducible[unit.number]):
-                self._reduce_in_lockstep(running, unit)
+            for number in reversed([number for number, is_agreed in enumerate(reducible) if is_agreed]):
+                if number not in running.reduced:
+                    self._reduce_in_lockstep(running, self.units[number])
             if lowest == none:
                 return
             self._gather(lowest, stays=lowest in stay)
@@ -562,13 +563,14 @@ class Schedule:
                 return
             self._let_go(lowest)
 
-    def _is_reducible(self, running: Pass, unit: Unit) -> bool:
-        """This rank is sure that no more gradients of the unit will come in this backward."""
-        if not unit.trainable or unit.number in running.reduced or self._used[unit.number]:
-            return False
-        forward = self.programs.recorded(running.key.forward)
-        calls = forward.trace.count((ENTER, unit.number)) if forward is not None else 1
-        return running.finished[unit.number] >= max(1, calls) and unit.has_all_grads()
+    def _claims(self, running: Pass) -> list[bool]:
+        """By unit, whether this rank is sure that no more of its gradients will come in this backward."""
+        claims = [False] * len(self.units)
+        for number, count in running.finished.items():
+            is_over = count >= self.programs.calls(running.key.forward, number) and not self._used[number]
+            unit = self.units[number]
+            claims[number] = is_over and bool(unit.trainable) and unit.has_all_grads()
+        return claims
 
     def _reduce_in_lockstep(self, running: Pass, unit: Unit) -> None:
         running.reduced.add(unit.number)
