@@ -40,6 +40,18 @@ FOUND: dict[str, Program] = {
     "the_last_turn_of_a_table_is_left_out": _program(
         _node("table", Call(child=0, mode="no_grad"), Call(child=0, skip="rank")), "Table", microbatches=2
     ),
+    "a_unit_hands_on_what_a_unit_inside_it_returned": _program(
+        _node(
+            "norm conv linear",
+            Call(child=0),
+            Call(child=1, skip="step", site=3),
+            Call(child=2, skip="rank", site=5),
+            cls="C",
+        ),
+        "NormPart LinearPart BlockC",
+        seed=220555,
+        width=7,
+    ),
     "no_graph_behind_plain": _behind("plain"),
     "no_graph_behind_reentrant": _behind("reentrant"),
     "some_ranks_recompute_several_plain": _span("plain"),

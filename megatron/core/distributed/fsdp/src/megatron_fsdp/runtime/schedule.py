@@ -43,6 +43,8 @@ class Call:
     """Number of that pass."""
     generation: int
     """Installs before it."""
+    parent: Call | None
+    """The call that it is inside of."""
     returned: int = 0
     """When it returned."""
 
@@ -60,6 +62,10 @@ class Pass:
     trace: list[Token] = dataclasses.field(default_factory=list)
     forwards: set[int] = dataclasses.field(default_factory=set)
     """Of a backward, numbers of the forwards whose graphs it has entered."""
+    depth: int = 0
+    """Of a backward, calls that were open when it began."""
+    begun: set[int] = dataclasses.field(default_factory=set)
+    """Of a backward, calls whose backward has begun, by when they began."""
     finished: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     """Of a backward, calls by unit whose backward is over."""
     reduced: set[int] = dataclasses.field(default_factory=set)
@@ -218,7 +224,8 @@ class Schedule:
 
     def _open_call(self, unit: Unit, key: Key | None, forward: int) -> None:
         self.events += 1
-        self._open.append(Call(unit.number, self.events, key, forward, self.generation))
+        parent = self._open[-1] if self._open else None
+        self._open.append(Call(unit.number, self.events, key, forward, self.generation, parent))
 
     def returned(self, unit: Unit) -> Call | None:
         """The unit's module has run, in forward or inside backward; gives the call that is over."""
@@ -304,22 +311,39 @@ class Schedule:
         self._show(unit)
 
     def gradient_arrived(self, unit: Unit, call: Call) -> None:
-        """The gradient of the output of a unit's `call` is there."""
+        """The gradient of the output of a unit's `call` is there.
+
+        The calls around it begin their backward first, although their own gradient may come later or in the same
+        tensor: so one order holds whatever a rank leaves out at their ends.
+        """
         running, task = self._backward or self._begin_backward(call.key), graph_task()
         if call.key is not None and call.forward not in running.forwards:
             self._enter_graph(running, call.forward)
+        del self._open[running.depth :]  # of recomputation that was stopped early
+        begin: list[Call] = []
+        each: Call | None = call
+        while each is not None and each.began not in running.begun:
+            begin.append(each)
+            each = each.parent
+        for each in reversed(begin):
+            self._begin_use(running, each, task)
+
+    def _begin_use(self, running: Pass, call: Call, task: int) -> None:
+        number = call.unit
         self.events += 1
-        self._uses.append((unit.number, call.began, task))
-        self._used[unit.number] += 1
-        self._end_uses(running, call.returned, task)
-        self._reach(running, (GRAD, unit.number))
-        self._show(unit)
+        running.begun.add(call.began)
+        self._uses.append((number, call.began, task))
+        self._used[number] += 1
+        self._end_uses(running, call.returned or self.events, task)
+        self._reach(running, (GRAD, number))
+        self._show(self.units[number])
 
     def _begin_backward(self, key: Key | None) -> Pass:
         for unit in self._reducer.in_flight:  # of the micro-batch before
             self._reducer.drain(unit)
         forward = key or self._last_key
         self._backward = running = self._begin(forward.backward(self._shared.get(forward, 1)))
+        running.depth = len(self._open)
         running.whole = frozenset(self._whole if self._forward is not None else ())
         self._finalizes = self.config.overlap_grad_reduce and (self.model_auto_sync or self.is_last_microbatch)
         on_backward_end(self.finish_backward)
