@@ -108,6 +108,8 @@ class ParamAndGradBuffer:
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiplies every gradient, attached or still accumulating, by `factor`, with what was done to it since."""
         self._schedule.wait_for_reductions()
+        if isinstance(factor, torch.Tensor):  # without a dim it would be rounded to the gradients' dtype, on CUDA
+            factor = factor.to(self.parameter_groups[0].facts.device).reshape(1)
         for main_grad in self._main_grads:
             main_grad.scale(factor)
         self.update_main_grads()
