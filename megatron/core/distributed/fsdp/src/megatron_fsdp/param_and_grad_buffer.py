@@ -54,6 +54,7 @@ class ParamAndGradBuffer:
         """Makes compute weights follow main weights. **Collective** if a weight codec is."""
         self._schedule.install()
 
+    @torch.no_grad()
     def update_main_grads(self) -> None:
         """Attaches every finalized gradient to its sharded parameter, on every rank; others get None.
 
@@ -61,13 +62,18 @@ class ParamAndGradBuffer:
             RuntimeError: a parameter has a gradient of its own.
         """
         self._schedule.wait_for_reductions()
-        self.attach_grads()
+        for main_grad in self._main_grads:
+            main_grad.attach()
 
     @torch.no_grad()
     def attach_grads(self) -> None:
-        """As `update_main_grads`, when the current stream has waited for reductions."""
+        """Attaches what has come since it was last done, when the current stream has waited for reductions.
+
+        Gradients of other groups may have been replaced, or dropped, and stay so.
+        """
         for main_grad in self._main_grads:
-            main_grad.attach()
+            if not main_grad.is_current:
+                main_grad.attach()
 
     @property
     def has_open_grads(self) -> bool:

@@ -339,12 +339,16 @@ class MainGrad:
     def attach(self) -> None:
         """Gives every parameter its view of the final gradient; None if it is not final, or was dropped.
 
+        Where there is no gradient of ours, a user's own stays.
+
         Raises:
-            RuntimeError: a parameter has a gradient that is not ours.
+            RuntimeError: a parameter has a gradient that is not ours, beside ours.
         """
         is_final = self.state is GradState.FINAL
         for slot, (param, view) in enumerate(zip(self._sharded, self._views, strict=True)):
             if param.grad is not None and param.grad is not view:
+                if self.state is GradState.EMPTY:
+                    continue
                 raise RuntimeError(
                     f"{self._facts.fqns[slot]} has a gradient that did not come through the model's forward, and would "
                     "be lost. A loss term on parameters themselves cannot be taken on sharded ones: use the "
