@@ -72,8 +72,7 @@ class ParamAndGradBuffer:
         Gradients of other groups may have been replaced, or dropped, and stay so.
         """
         for main_grad in self._main_grads:
-            if not main_grad.is_current:
-                main_grad.attach()
+            (main_grad.note_dropped if main_grad.is_current else main_grad.attach)()
 
     @property
     def has_open_grads(self) -> bool:

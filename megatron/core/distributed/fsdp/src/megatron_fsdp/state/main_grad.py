@@ -373,7 +373,7 @@ class MainGrad:
 
     def detach(self, chosen: Collection[int] | None) -> list[int]:
         """Takes gradients off the parameters of these ids (None: all), and says their slots; the buffer keeps them."""
-        self._note_dropped()
+        self.note_dropped()
         slots = []
         for slot, param in enumerate(self._sharded):
             if chosen is None or id(param) in chosen:
@@ -397,7 +397,7 @@ class MainGrad:
         views = [view for param, view in pairs if view is not None and (chosen is None or id(param) in chosen)]
         zero_each(map(local_tensor, views))
 
-    def _note_dropped(self) -> None:
+    def note_dropped(self) -> None:
         """Notices gradients that users have taken off their parameters, as by `p.grad = None`."""
         shown = zip(self._sharded, self._views, strict=True) if self._may_be_held else ()
         for slot, (param, view) in enumerate(shown):
@@ -407,7 +407,7 @@ class MainGrad:
 
     def _forget_dropped(self) -> None:
         """Makes dropped gradients zero in the buffer, in new memory if users may hold them; frees it if all are."""
-        self._note_dropped()
+        self.note_dropped()
         if not self.dropped or self.state is GradState.EMPTY:
             return
         if not self.is_current:
