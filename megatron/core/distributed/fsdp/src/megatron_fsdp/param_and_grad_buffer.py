@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp.machine.allocator import StoragePool
+from megatron_fsdp.machine.torch_compat import uncompiled
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.storage import register_late
 from megatron_fsdp.runtime.unit import ManagedParam
@@ -54,6 +55,7 @@ class ParamAndGradBuffer:
         """Makes compute weights follow main weights. **Collective** if a weight codec is."""
         self._schedule.install()
 
+    @uncompiled
     @torch.no_grad()
     def update_main_grads(self) -> None:
         """Attaches every finalized gradient to its sharded parameter, on every rank; others get None.
@@ -92,6 +94,7 @@ class ParamAndGradBuffer:
         """Forgets and detaches the gradients of `params` (None: of all); frees buffers that hold no others."""
         self.forget_grads(params, set_to_none=True)
 
+    @uncompiled
     @torch.no_grad()
     def forget_grads(self, params: Iterable[nn.Parameter] | None, *, set_to_none: bool) -> None:
         """As `zero_grad`; without `set_to_none` gradients that are attached become zero and stay."""
@@ -109,6 +112,7 @@ class ParamAndGradBuffer:
             main_grad.detach(chosen)
             main_grad.is_current = False
 
+    @uncompiled
     @torch.no_grad()
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiplies every gradient, attached or still accumulating, by `factor`, with what was done to it since."""
