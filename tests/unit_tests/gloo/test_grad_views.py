@@ -133,6 +133,24 @@ def test_zeros_stay_attached_if_they_are_asked_for(ranks2: RankPool, by: str) ->
     assert ranks2.run(zeroed_in_place, by) == [[True, True]] * 2
 
 
+def zero_replaced(by: str) -> bool:
+    """Gradients that users have put in the place of the model's are made zero as well."""
+    from megatron_fsdp import fully_shard_optimizer
+
+    model = made(3)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    backward(model, batches(dist.get_world_size())[0])
+    for param in model.parameters():
+        param.grad = param.grad * 2
+    (model.zero_grad if by == "model" else optimizer.zero_grad)(set_to_none=False)
+    return not any(param.grad.to_local().any() for param in model.parameters())
+
+
+@pytest.mark.parametrize("by", ["model", "optimizer"])
+def test_replaced_gradients_become_zero_too(ranks2: RankPool, by: str) -> None:
+    assert ranks2.run(zero_replaced, by) == [True] * 2
+
+
 def is_memory_freed() -> bool:
     from megatron_fsdp.machine.torch_compat import local_tensor
 

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.machine.allocator import StoragePool
 from megatron_fsdp.machine.collectives import GradScale
@@ -393,9 +394,10 @@ class MainGrad:
         if not self.is_current:
             self.drop(chosen)
             return
-        pairs = zip(self._sharded, self._views, strict=True)
-        views = [view for param, view in pairs if view is not None and (chosen is None or id(param) in chosen)]
-        zero_each(map(local_tensor, views))
+        params = [param for param in self._sharded if chosen is None or id(param) in chosen]
+        shown = [getattr(param, self._attribute, None) for param in params]  # users' own too, in place of the views
+        shown = [grad for grad in shown if grad is not None]
+        zero_each(local_tensor(grad) if isinstance(grad, DTensor) else grad for grad in shown)
 
     def note_dropped(self) -> None:
         """Notices gradients that users have taken off their parameters, as by `p.grad = None`."""
