@@ -123,6 +123,22 @@ def in_place(comm: str) -> dict[str, Any]:
     return found
 
 
+def scaled(by: str) -> int:
+    """Elements of bf16 gradients, clipped or scaled by a third, that were not rounded once from fp32."""
+    ours = fully_shard_model(model(depth=1).bfloat16().cuda(), fsdp_unit_modules=[nn.Sequential])
+    loss_of(ours, tuple(torch.randint(0, VOCAB, (8, 3)).cuda() for _ in range(2))).backward()
+    before = [param.grad.to_local().float() for param in ours.parameters()]
+    if by == "clip_grad_norm_":
+        norm = ours.clip_grad_norm_(1e9)
+        ours.clip_grad_norm_(norm.item() / 3)
+        factor = norm.item() / 3 / (norm + 1e-6)
+    else:
+        factor = torch.tensor(1 / 3, device="cuda")
+        ours.scale_gradients(factor)
+    after = [param.grad.to_local() for param in ours.parameters()]
+    return sum(int((grad != (old * factor).bfloat16()).sum()) for old, grad in zip(before, after, strict=True))
+
+
 def overlap(strategy: int) -> dict[str, float]:
     """The overlap report of 3 steps once training is warm, and milliseconds by the host's clock."""
     ours = fully_shard_model(model().bfloat16().cuda(), fsdp_unit_modules=[nn.Sequential], zero_dp_strategy=strategy)
@@ -261,7 +277,7 @@ def _not_torchs() -> int:
 
 
 JOBS: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (parity, low_precision, in_place, overlap, resting_memory, buffered, gathered)
+    f.__name__: f for f in (parity, low_precision, in_place, scaled, overlap, resting_memory, buffered, gathered)
 }
 
 

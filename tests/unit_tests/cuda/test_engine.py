@@ -67,6 +67,10 @@ def test_gradients_of_linear_layers_are_computed_where_they_are_reduced_from() -
     torch.testing.assert_close(*(torch.tensor(in_fp32[way]["losses"]) for way in in_fp32), rtol=2e-3, atol=0)
 
 
+def test_low_precision_gradients_are_scaled_in_fp32_and_rounded_once() -> None:
+    assert launch("scaled", ("clip_grad_norm_",), ("scale_gradients",)) == [0, 0]
+
+
 def test_a_step_is_bitwise_reproducible() -> None:
     first, second = launch("low_precision", (3, "bfloat16"), (3, "bfloat16"))
     assert first == second

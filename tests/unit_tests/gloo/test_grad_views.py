@@ -133,6 +133,24 @@ def test_zeros_stay_attached_if_they_are_asked_for(ranks2: RankPool, by: str) ->
     assert ranks2.run(zeroed_in_place, by) == [[True, True]] * 2
 
 
+def zero_replaced(by: str) -> bool:
+    """Gradients that users have put in the place of the model's are made zero as well."""
+    from megatron_fsdp import fully_shard_optimizer
+
+    model = made(3)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    backward(model, batches(dist.get_world_size())[0])
+    for param in model.parameters():
+        param.grad = param.grad * 2
+    (model.zero_grad if by == "model" else optimizer.zero_grad)(set_to_none=False)
+    return not any(param.grad.to_local().any() for param in model.parameters())
+
+
+@pytest.mark.parametrize("by", ["model", "optimizer"])
+def test_replaced_gradients_become_zero_too(ranks2: RankPool, by: str) -> None:
+    assert ranks2.run(zero_replaced, by) == [True] * 2
+
+
 def is_memory_freed() -> bool:
     from megatron_fsdp.machine.torch_compat import local_tensor
 
@@ -196,3 +214,31 @@ def test_scaling_reaches_all_gradients_and_brings_none_back(
     ranks2: RankPool, accumulates: torch.dtype, name: str
 ) -> None:
     assert ranks2.run(scale_what_is_left, accumulates, name) == [[True, True]] * 2
+
+
+def replace_and_step(is_automatic: bool) -> list[bool]:
+    """Whether gradients that users have put in the place of the model's are stepped with, as in one process."""
+    from megatron_fsdp import fully_shard_optimizer
+
+    model = made(3, torch.float32, sync_model_each_microbatch=is_automatic)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    found = []
+    for drops in (False, True):
+        before = [param.full_tensor().clone() for param in model.parameters()]
+        backward(model, batches(dist.get_world_size())[0])
+        whole = grads(model)
+        taken = [param.grad for param in model.parameters()]
+        if drops:
+            optimizer.zero_grad()
+        for param, grad in zip(model.parameters(), taken, strict=True):
+            param.grad = grad * 2
+        optimizer.step()
+        expected = [weight - 2 * grad for weight, grad in zip(before, whole, strict=True)]
+        found.append(all(map(torch.equal, expected, (param.full_tensor() for param in model.parameters()))))
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("is_automatic", [False, True])
+def test_a_step_takes_gradients_that_were_replaced(ranks2: RankPool, is_automatic: bool) -> None:
+    assert ranks2.run(replace_and_step, is_automatic) == [[True, True]] * 2

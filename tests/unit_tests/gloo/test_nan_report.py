@@ -156,3 +156,21 @@ def attached_when_looked_at() -> list[bool]:
 
 def test_the_host_attaches_gradients_before_it_waits_to_look_at_them(ranks2: RankPool) -> None:
     assert ranks2.run(attached_when_looked_at) == [[True]] * 2
+
+
+def drop_what_was_made_infinite() -> bool:
+    """A gradient that a user has spoilt after synchronization, and dropped, is no concern of the step's."""
+    from megatron_fsdp import fully_shard_optimizer
+
+    model = shard(poisoned_mlp(None), Sharding(units=(MLPBlock,), options={"report_nan_in_param_grad": True}))
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert message_of(model) == ""
+    weight = model.module.head.weight
+    weight.grad.mul_(float("inf"))
+    weight.grad = None
+    optimizer.step()  # synchronizes once more
+    return all(param.to_local().isfinite().all() for param in model.parameters())
+
+
+def test_dropped_gradients_are_not_reported(ranks2: RankPool) -> None:
+    assert ranks2.run(drop_what_was_made_infinite) == [True, True]

@@ -267,3 +267,44 @@ def test_closures_are_evaluated_with_their_gradients(ranks2, is_auto, by_name):
     for weights, losses in ranks2.run(step_with_closure, is_auto, by_name):
         assert_close(weights, plain_weights(KINDS[0], 2))
         assert len(losses) == STEPS and all(map(math.isfinite, losses))
+
+
+def train_compiled(what, is_auto):
+    """Weights after steps of which a part, or all, is compiled, and functions of the engine that were."""
+    from torch._dynamo import convert_frame
+
+    from megatron_fsdp import fully_shard_optimizer
+
+    model = build_sharded(3, sync_model_each_microbatch=is_auto)
+    optimizer = fully_shard_optimizer(KINDS[3].over(model.parameters()))
+
+    def whole_step(inputs, target):
+        square_loss(model(inputs), target).backward()
+        model.finish_grad_sync()
+        model.clip_grad_norm_(1e9)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    compiled, hook = [], lambda code, _: compiled.append(code.co_filename)
+    handle = convert_frame.register_bytecode_hook(hook)
+    torch._dynamo.reset()
+    step = torch.compile(optimizer.step if what == "step" else whole_step, backend="eager")
+    for batch in batches(dist.get_world_size()):
+        inputs, target = batch[dist.get_rank()]
+        if what == "whole_step":
+            step(inputs, target)
+            continue
+        square_loss(model(inputs), target).backward()
+        step()
+        optimizer.zero_grad()
+    handle.remove()
+    return full(model), {name.rpartition("/megatron_fsdp/")[2] for name in compiled if "/megatron_fsdp/" in name}
+
+
+@pytest.mark.parametrize("is_auto", [True, False])
+@pytest.mark.parametrize("what", ["step", "whole_step"])
+def test_the_engine_is_not_compiled_with_its_callers(ranks2, what, is_auto):
+    for weights, compiled in ranks2.run(train_compiled, what, is_auto):
+        assert_close(weights, plain_weights(KINDS[3], 2))
+        # What calls the functions that are left out, and what a layer computes.
+        assert compiled <= {"optimizer.py", "megatron_fsdp.py", "runtime/linear_grads.py"}

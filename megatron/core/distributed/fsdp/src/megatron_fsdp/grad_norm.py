@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as TensorPlacement
 
-from megatron_fsdp.machine.torch_compat import foreach_mul_, foreach_norm, local_tensor, waited
+from megatron_fsdp.machine.torch_compat import foreach_norm, local_tensor, multiply_each, waited
 from megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_fsdp.plan.strategy import Placement
 from megatron_fsdp.state.param_group import ParamGroup
@@ -121,12 +121,12 @@ def total_norm(
 def clip_by_norm(grads: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
     """Scales gradients in place so that their norm, `norm` now, is at most `max_norm`; the host does not wait.
 
+    Those of low precision are multiplied in the norm's precision and rounded once.
+
     A norm that is not finite does what it does in `torch.nn.utils.clip_grad_norm_`: NaN makes all gradients NaN, and
     infinity makes finite ones zero and infinite ones NaN.
     """
-    rows = local_grads(grads)
-    if rows:
-        foreach_mul_(rows, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    multiply_each(local_grads(grads), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
 def count_zeros(grads: Iterable[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:

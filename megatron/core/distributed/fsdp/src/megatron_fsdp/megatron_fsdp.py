@@ -29,6 +29,7 @@ from megatron_fsdp.grad_norm import clip_grad_norm
 from megatron_fsdp.machine.allocator import ResizePool, StoragePool
 from megatron_fsdp.machine.device import Device
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
+from megatron_fsdp.machine.torch_compat import uncompiled
 from megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_fsdp.plan.strategy import Placement
 from megatron_fsdp.runtime.build import BuildRequest, build_units, grad_scales
@@ -223,10 +224,12 @@ class MegatronFSDP(nn.Module):
         if not self.config_resolved.overlap_grad_reduce:
             self._schedule.finalize_open()
 
+    @uncompiled
     def synchronize_gradient_reduce(self) -> None:
         """Ends the cycle's reductions: afterwards gradients are final. **Collective**."""
         self._schedule.finish_reductions()
 
+    @uncompiled
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Waits for reductions, attaches gradients to the parameters and releases gathered weights. **Collective**.
 
@@ -269,6 +272,7 @@ class MegatronFSDP(nn.Module):
         """Multiplies all gradients."""
         self.param_and_grad_buffer.scale_gradients(scaling_factor)
 
+    @uncompiled
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales gradients so that their norm over the whole model is at most `max_norm`; returns the norm before.
 
@@ -348,6 +352,7 @@ class MegatronFSDP(nn.Module):
         """What wrappers between `.module` and the user's model add to names."""
         return ""
 
+    @uncompiled
     def install_optimized_model_weights(self) -> None:
         """Makes compute weights follow the main weights. Call it after changing parameters by hand.
 

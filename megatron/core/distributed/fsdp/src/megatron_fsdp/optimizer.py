@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from megatron_fsdp.local_step import around_closures, engine_step
+from megatron_fsdp.machine.torch_compat import uncompiled
 from megatron_fsdp.optimizer_kinds import check_fits, owned_kind, params_of
 from megatron_fsdp.optimizer_state import adopt_state, compact_before_state, create_state, mark_state
 from megatron_fsdp.runtime.moment import check_not_taken, note_uninstalled_step
@@ -171,13 +172,13 @@ def _bind(
 ) -> None:
     """Puts what `make` makes of the optimizer's method `name`, a function of the optimizer, in the method's place.
 
-    It has the class's parameters and its own keyword-only ones. A real bound method would be a cycle, and the model
-    outlive its last use.
+    It has the class's parameters and its own keyword-only ones, and is not traced by torch.compile. A real bound method
+    would be a cycle, and the model outlive its last use.
     """
     method, owner = getattr(optimizer, name), weakref.ref(optimizer)
     # What learning-rate schedulers put in a method's place is bound already; it refers to the optimizer weakly.
     base = getattr(method, "__func__", None) or (lambda _, *args, **kwargs: method(*args, **kwargs))
-    function = make(optimizer, base)
+    function = uncompiled(make(optimizer, base))
     own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]
     signature = inspect.signature(getattr(type(optimizer), name))  # the scheduler's is another one
     params = sorted([*signature.parameters.values(), *own], key=lambda param: param.kind)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp.machine.allocator import StoragePool
+from megatron_fsdp.machine.torch_compat import uncompiled
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.storage import register_late
 from megatron_fsdp.runtime.unit import ManagedParam
@@ -54,6 +55,8 @@ class ParamAndGradBuffer:
         """Makes compute weights follow main weights. **Collective** if a weight codec is."""
         self._schedule.install()
 
+    @uncompiled
+    @torch.no_grad()
     def update_main_grads(self) -> None:
         """Attaches every finalized gradient to its sharded parameter, on every rank; others get None.
 
@@ -61,13 +64,17 @@ class ParamAndGradBuffer:
             RuntimeError: a parameter has a gradient of its own.
         """
         self._schedule.wait_for_reductions()
-        self.attach_grads()
+        for main_grad in self._main_grads:
+            main_grad.attach()
 
     @torch.no_grad()
     def attach_grads(self) -> None:
-        """As `update_main_grads`, when the current stream has waited for reductions."""
+        """Attaches what has come since it was last done, when the current stream has waited for reductions.
+
+        Gradients of other groups may have been replaced, or dropped, and stay so.
+        """
         for main_grad in self._main_grads:
-            main_grad.attach()
+            (main_grad.note_dropped if main_grad.is_current else main_grad.attach)()
 
     @property
     def has_open_grads(self) -> bool:
@@ -87,6 +94,7 @@ class ParamAndGradBuffer:
         """Forgets and detaches the gradients of `params` (None: of all); frees buffers that hold no others."""
         self.forget_grads(params, set_to_none=True)
 
+    @uncompiled
     @torch.no_grad()
     def forget_grads(self, params: Iterable[nn.Parameter] | None, *, set_to_none: bool) -> None:
         """As `zero_grad`; without `set_to_none` gradients that are attached become zero and stay."""
@@ -104,10 +112,13 @@ class ParamAndGradBuffer:
             main_grad.detach(chosen)
             main_grad.is_current = False
 
+    @uncompiled
     @torch.no_grad()
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiplies every gradient, attached or still accumulating, by `factor`, with what was done to it since."""
         self._schedule.wait_for_reductions()
+        if isinstance(factor, torch.Tensor):  # without a dim it would be rounded to the gradients' dtype, on CUDA
+            factor = factor.to(self.parameter_groups[0].facts.device).reshape(1)
         for main_grad in self._main_grads:
             main_grad.scale(factor)
         self.update_main_grads()

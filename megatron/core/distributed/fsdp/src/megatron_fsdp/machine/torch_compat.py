@@ -175,8 +175,23 @@ def multiply_into(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) ->
 # torch's own optimizers batch their work with these; they have no public spelling (torch 2.0 to 2.13).
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
-foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+
+
+def multiply_each(tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies all of these by a scalar in place; those of low precision are rounded once, and the scalar never.
+
+    On CUDA `_foreach_mul_` and `mul_` round a scalar tensor to the other's dtype first (torch 2.0 to 2.13): a factor in
+    bf16 may be off by 1/256. A tensor with a dim takes part in type promotion, so the product is computed in its dtype.
+    """
+    wide = []
+    for tensor in tensors:
+        if tensor.itemsize < torch.float32.itemsize:
+            tensor.unsqueeze(0).mul_(factor.reshape(1))  # one by one: on a CPU each takes a temporary copy
+        else:
+            wide.append(tensor)
+    if wide:
+        torch._foreach_mul_(wide, factor)
 
 
 def zero_each(tensors: Iterable[torch.Tensor]) -> None:

@@ -111,6 +111,7 @@ class _UnitHooks:
                 self.guard.explain(error)
             schedule.abort_forward()
 
+    @uncompiled
     def pre_backward(self, call: Call, grad: torch.Tensor) -> None:
         schedule, unit = self._alive()
         if schedule.generation != call.generation:

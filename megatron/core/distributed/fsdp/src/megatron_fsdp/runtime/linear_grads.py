@@ -54,6 +54,7 @@ class _Lender:
     """Of the unit's groups the one that the weight is in."""
     slot: int
 
+    @torch_compat.uncompiled
     def product(self, grad: torch.Tensor, input: torch.Tensor, *, is_compiled: bool = False) -> torch.Tensor:
         """The weight's gradient, in its place or, if that is taken or somebody may keep it, in new memory."""
         place, schedule, unit = None, self.schedule(), self.unit()

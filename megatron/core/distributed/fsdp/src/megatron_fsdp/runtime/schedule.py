@@ -15,7 +15,13 @@ import torch.distributed as dist
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.collectives import GradScale
 from megatron_fsdp.machine.device import Device
-from megatron_fsdp.machine.torch_compat import graph_task, in_backward, on_backward_end, without_overrides
+from megatron_fsdp.machine.torch_compat import (
+    graph_task,
+    in_backward,
+    on_backward_end,
+    uncompiled,
+    without_overrides,
+)
 from megatron_fsdp.plan import program as plan
 from megatron_fsdp.plan.program import AGAIN, BEGINS, ENTER, EXIT, GRAD, KEEP, OVER, Token
 from megatron_fsdp.runtime.consensus import Consensus
@@ -390,6 +396,7 @@ class Schedule:
                 running.trace.append((OVER, number))
                 self._let_go(number)
 
+    @uncompiled
     def finish_backward(self) -> None:
         """The outermost backward is over: runs the rest of the program, or records it. **Collective**."""
         running = self._backward

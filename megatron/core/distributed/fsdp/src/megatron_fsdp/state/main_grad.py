@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.machine.allocator import StoragePool
 from megatron_fsdp.machine.collectives import GradScale
@@ -339,12 +340,16 @@ class MainGrad:
     def attach(self) -> None:
         """Gives every parameter its view of the final gradient; None if it is not final, or was dropped.
 
+        Where there is no gradient of ours, a user's own stays.
+
         Raises:
-            RuntimeError: a parameter has a gradient that is not ours.
+            RuntimeError: a parameter has a gradient that is not ours, beside ours.
         """
         is_final = self.state is GradState.FINAL
         for slot, (param, view) in enumerate(zip(self._sharded, self._views, strict=True)):
             if param.grad is not None and param.grad is not view:
+                if self.state is GradState.EMPTY:
+                    continue
                 raise RuntimeError(
                     f"{self._facts.fqns[slot]} has a gradient that did not come through the model's forward, and would "
                     "be lost. A loss term on parameters themselves cannot be taken on sharded ones: use the "
@@ -369,7 +374,7 @@ class MainGrad:
 
     def detach(self, chosen: Collection[int] | None) -> list[int]:
         """Takes gradients off the parameters of these ids (None: all), and says their slots; the buffer keeps them."""
-        self._note_dropped()
+        self.note_dropped()
         slots = []
         for slot, param in enumerate(self._sharded):
             if chosen is None or id(param) in chosen:
@@ -389,11 +394,12 @@ class MainGrad:
         if not self.is_current:
             self.drop(chosen)
             return
-        pairs = zip(self._sharded, self._views, strict=True)
-        views = [view for param, view in pairs if view is not None and (chosen is None or id(param) in chosen)]
-        zero_each(map(local_tensor, views))
+        params = [param for param in self._sharded if chosen is None or id(param) in chosen]
+        shown = [getattr(param, self._attribute, None) for param in params]  # users' own too, in place of the views
+        shown = [grad for grad in shown if grad is not None]
+        zero_each(local_tensor(grad) if isinstance(grad, DTensor) else grad for grad in shown)
 
-    def _note_dropped(self) -> None:
+    def note_dropped(self) -> None:
         """Notices gradients that users have taken off their parameters, as by `p.grad = None`."""
         shown = zip(self._sharded, self._views, strict=True) if self._may_be_held else ()
         for slot, (param, view) in enumerate(shown):
@@ -403,7 +409,7 @@ class MainGrad:
 
     def _forget_dropped(self) -> None:
         """Makes dropped gradients zero in the buffer, in new memory if users may hold them; frees it if all are."""
-        self._note_dropped()
+        self.note_dropped()
         if not self.dropped or self.state is GradState.EMPTY:
             return
         if not self.is_current:
