@@ -167,6 +167,12 @@ def _make_zero_grad(model: Any, optimizer: torch.optim.Optimizer, base: Callable
     return zero_grad
 
 
+@uncompiled
+def _untraced(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Calls `function`. The compiler's own wrapper would refer to it in a cycle, and with it to the model."""
+    return function(*args, **kwargs)
+
+
 def _bind(
     optimizer: torch.optim.Optimizer, name: str, make: Callable[[torch.optim.Optimizer, Callable], Callable]
 ) -> None:
@@ -178,13 +184,13 @@ def _bind(
     method, owner = getattr(optimizer, name), weakref.ref(optimizer)
     # What learning-rate schedulers put in a method's place is bound already; it refers to the optimizer weakly.
     base = getattr(method, "__func__", None) or (lambda _, *args, **kwargs: method(*args, **kwargs))
-    function = uncompiled(make(optimizer, base))
+    function = make(optimizer, base)
     own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]
     signature = inspect.signature(getattr(type(optimizer), name))  # the scheduler's is another one
     params = sorted([*signature.parameters.values(), *own], key=lambda param: param.kind)
 
     def bound(*args: Any, **kwargs: Any) -> Any:
-        return function(owner(), *args, **kwargs)
+        return _untraced(function, owner(), *args, **kwargs)
 
     # Schedulers mark the method that they have seen, warn about another one, and take its function.
     vars(bound).update({key: value for key, value in vars(method).items() if key.startswith("_wrapped_by")})
