@@ -144,6 +144,13 @@ def test_a_union_holds_all_traces_in_their_order_and_of_two_is_as_short_as_can_b
         assert len(union(traces[:2])) == len(one) + len(other) - common
 
 
+def test_what_no_two_ranks_share_comes_in_the_order_of_registration():
+    forwards = [forward_of(1, 3), forward_of(2), forward_of(4)]
+    assert [unit for event, unit in union(forwards) if event == ENTER] == [0, 1, 2, 3, 4]
+    backwards = [backward_of(3, 1), backward_of(2), backward_of(4)]
+    assert [unit for event, unit in union(backwards) if event == GRAD] == [0, 4, 3, 2, 1]
+
+
 def _is_within(part, whole):
     rest = iter(whole)
     return all(token in rest for token in part)

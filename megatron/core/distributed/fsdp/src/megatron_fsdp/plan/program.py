@@ -113,7 +113,10 @@ class Program:
 
 
 def union(traces: Iterable[Trace]) -> Trace:
-    """A short common supersequence: a function of the set of traces, so alike on all ranks."""
+    """A short common supersequence: a function of the set of traces, so alike on all ranks.
+
+    Between what two traces have in common, units come in the order of registration, in a backward in the reverse of it.
+    """
     distinct = sorted(set(traces), key=lambda trace: (-len(trace), trace))
     return functools.reduce(_merged, distinct, ())
 
@@ -129,8 +132,13 @@ def _merged(one: Trace, other: Trace) -> Trace:
             row[j] = below[j + 1] + 1 if one[i] == other[j] else max(below[j], row[j + 1])
     result: list[Token] = []
     i = j = 0
+    sign = -1 if is_of_backward(one) or is_of_backward(other) else 1
     while i < len(one) and j < len(other):
-        takes_one = one[i] == other[j] or lengths[i + 1][j] >= lengths[i][j + 1]
+        without_one, without_other = lengths[i + 1][j], lengths[i][j + 1]
+        is_first = without_one > without_other or (
+            without_one == without_other and sign * (one[i][1] - other[j][1]) <= 0
+        )
+        takes_one = one[i] == other[j] or is_first
         result.append(one[i] if takes_one else other[j])
         i, j = i + takes_one, j + (not takes_one or one[i] == other[j])
     return (*result, *one[i:], *other[j:])
