@@ -97,6 +97,8 @@ class Program:
     ops: tuple[Op, ...]
     is_spmd: bool = True
     """All ranks recorded the same trace."""
+    longest: int = 0
+    """Events of the longest pass that it holds."""
 
     def text(self, labels: Sequence[str]) -> str:
         """One line for each operation: its program counter, and markers at the margin."""
