@@ -579,6 +579,8 @@ class Schedule:
         """This rank is sure that no more gradients of the unit will come in this backward."""
         if not unit.trainable or unit.number in running.reduced or self._used[unit.number]:
             return False
+        if not running.finished[unit.number]:  # asked of all units at each event: nothing long before
+            return False
         forward = self.programs.recorded(running.key.forward)
         calls = forward.trace.count((ENTER, unit.number)) if forward is not None else 1
         return running.finished[unit.number] >= max(1, calls) and unit.has_all_grads()
