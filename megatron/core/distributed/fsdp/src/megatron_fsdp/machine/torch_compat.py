@@ -80,6 +80,19 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor of which `tensor` is a view to autograd, if any (torch 1.0 to 2.13)."""
+    return tensor._base
+
+
+def prepend_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Registers a hook on a tensor's gradient that runs before those that it has (torch 1.8 to 2.13)."""
+    earlier = list(tensor._backward_hooks or ())
+    tensor.register_hook(hook)
+    for number in earlier:  # autograd calls them as they were put in; `move_to_end` does not change that
+        tensor._backward_hooks[number] = tensor._backward_hooks.pop(number)
+
+
 def version_of(value: object) -> int | None:
     """How often a tensor has been changed in place; None for what does not count (torch 1.0 to 2.13)."""
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
