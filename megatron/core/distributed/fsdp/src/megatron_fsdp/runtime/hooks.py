@@ -79,7 +79,10 @@ class _UnitHooks:
         if in_backward():
             schedule.recompute(unit)
         else:
-            schedule.enter(unit)
+            begins = schedule.enter(unit)
+            if begins and not unit.is_root and not unit.is_called_by_hand:
+                unit.is_called_by_hand = True
+                module.register_forward_hook(self.after_forward, always_call=True)
         if schedule.watch.is_on:
             schedule.watch.enter(unit)
 
@@ -104,10 +107,12 @@ class _UnitHooks:
     @uncompiled
     def after_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
         """Runs also when the forward has raised."""
-        schedule = self.schedule()
-        if schedule is not None and schedule.in_forward:
-            error = sys.exc_info()[1]
-            if error is not None:
+        schedule, unit = self.schedule(), self.unit()
+        error = sys.exc_info()[1]
+        if schedule is None or unit is None or error is None or in_backward():
+            return
+        if schedule.in_forward_of(unit):
+            if unit.is_root:
                 self.guard.explain(error)
             schedule.abort_forward()
 

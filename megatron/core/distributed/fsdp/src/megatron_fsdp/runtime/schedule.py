@@ -197,24 +197,25 @@ class Schedule:
         """A forward, or a backward, is not over."""
         return self._forward is not None or self._backward is not None or in_backward()
 
-    @property
-    def in_forward(self) -> bool:
-        """A forward of the whole model has begun and not ended."""
-        return self._forward is not None and self._forward.key.unit == 0
+    def in_forward_of(self, unit: Unit) -> bool:
+        """A forward that began with this unit, the root or one called by hand, has not ended."""
+        return self._forward is not None and self._forward.key.unit == unit.number
 
     # -- events of forward ----------------------------------------------------------------------------------------
 
-    def enter(self, unit: Unit) -> None:
-        """The unit's module is about to run. **Collective**, as every event may be."""
+    def enter(self, unit: Unit) -> bool:
+        """The unit's module is about to run; says if a pass begins. **Collective**, as every event may be."""
         if self._backward is not None:
             self.end_interrupted_backward()
-        if self._forward is None or unit.is_root:
+        begins = self._forward is None or unit.is_root
+        if begins:
             self._begin_forward(unit)
         running = self._forward
         self._open_call(unit, running.key, running.number)
         self._used[unit.number] += 1
         self._reach(running, (ENTER, unit.number))
         self._show(unit)
+        return begins
 
     def _open_call(self, unit: Unit, key: Key | None, forward: int) -> None:
         self._events += 1
@@ -239,7 +240,7 @@ class Schedule:
         if running is None:
             return
         self._used[number] -= 1
-        if number == running.key.unit:
+        if number == running.key.unit and not self._open:  # a unit may call itself
             self._end_forward(running, keeps=awaits_backward and unit.is_root)
             return
         if lends and running.key.unit == 0:
@@ -725,7 +726,8 @@ class Schedule:
         for unit in self.units:
             self._gatherer.wait_for(unit)
         self._used = [0] * len(self._used)
-        self._lenders.clear()
+        if not self._awaited:
+            self._lenders.clear()
         self.rest()
 
 

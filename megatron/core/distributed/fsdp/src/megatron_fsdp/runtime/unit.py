@@ -100,6 +100,8 @@ class Unit:
         self.is_gathered = False
         """Some of those are there: a reshard would free them."""
         self._storages = {storage for group in groups for storage in group.gathered_storages}
+        self.is_called_by_hand = False
+        """Passes have begun with it, so its module tells when its forward has raised, as the root's always does."""
         self.input_versions: dict[int, int] = {}
         """Version counters of the tensors that the forward in progress was given."""
         self.shows_raw = True
