@@ -64,6 +64,8 @@ class Pass:
     """Of a backward, calls by unit whose backward is over."""
     reduced: set[int] = dataclasses.field(default_factory=set)
     """Of a backward without a program, units that it has reduced."""
+    left: dict[int, list[tuple[int, int | None]]] = dataclasses.field(default_factory=dict)
+    """Of a backward without a program, by unit its gradients when its calls so far were over."""
     whole: frozenset[int] = frozenset()
     """Of a backward inside a forward, the units that the forward has gathered."""
 
@@ -379,6 +381,8 @@ class Schedule:
         for number in dict.fromkeys(number for number, _, _ in ended):
             if not self._used[number]:
                 running.trace.append((OVER, number))
+                if running.compiled is None:
+                    running.left[number] = self.units[number].grad_versions()
                 self._let_go(running, number)
 
     def finish_backward(self) -> None:
@@ -386,6 +390,9 @@ class Schedule:
         running = self._backward
         running.trace += [(OVER, number) for number in dict.fromkeys(number for number, _, _ in reversed(self._uses))]
         self._end_all_uses()
+        running.trace += [
+            (OVER, number) for number, grads in running.left.items() if self._has_more(running, number, grads)
+        ]
         self._finish(running)
         if running.compiled is None:
             self._reduce_the_rest(running)
@@ -401,6 +408,11 @@ class Schedule:
         self._has_run = True
         if self.model_auto_sync:
             self.on_auto_sync()
+
+    def _has_more(self, running: Pass, number: int, grads: list[tuple[int, int | None]]) -> bool:
+        """Gradients have come since they were `grads`: of weights that the unit had returned and others have used."""
+        unit = self.units[number]
+        return unit.has_stray_grads() if number in running.reduced else unit.grad_versions() != grads
 
     def _end_all_uses(self) -> None:
         for number in (*(use[0] for use in self._uses), *self._held):

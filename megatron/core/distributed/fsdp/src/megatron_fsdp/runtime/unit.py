@@ -196,6 +196,11 @@ class Unit:
         """Gradients of this backward are being written to where they are reduced from."""
         return any(group.main_grad is not None and group.main_grad.is_staged for group in self.groups)
 
+    def grad_versions(self) -> list[tuple[int, int | None]]:
+        """What changes when more is added to a gradient."""
+        with without_overrides():
+            return [(id(raw.grad), version_of(raw.grad)) for raw in self.trainable]
+
     def has_stray_grads(self) -> bool:
         """Gradients have arrived that no reduction has taken."""
         with without_overrides():
