@@ -335,7 +335,7 @@ class Schedule:
     def _begin_backward(self, key: Key | None) -> Pass:
         for unit in self._reducer.in_flight:  # of the micro-batch before
             self._reducer.drain(unit)
-        forward = key or self._last_key
+        forward = key or self._last_key or Key(0, False, self._phase)  # the first forward runs in another backward
         self._backward = running = self._begin(forward.backward(self._shared.get(forward, 1)))
         running.whole = frozenset(self._whole if self._forward is not None else ())
         self._finalizes = self.config.overlap_grad_reduce and (self.model_auto_sync or self.is_last_microbatch)
@@ -406,7 +406,7 @@ class Schedule:
         self._end_backward(running)
         self.microbatch_count += 1
         self._has_run = True
-        if self.model_auto_sync:
+        if self.model_auto_sync and self._forward is None:  # a backward inside a forward leaves that its weights
             self.on_auto_sync()
 
     def _has_more(self, running: Pass, number: int, grads: list[tuple[int, int | None]]) -> bool:
