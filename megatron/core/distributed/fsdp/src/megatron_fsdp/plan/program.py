@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import heapq
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -120,7 +121,35 @@ def union(traces: Iterable[Trace]) -> Trace:
     Between what two traces have in common, units come in the order of registration, in a backward in the reverse of it.
     """
     distinct = sorted(set(traces), key=lambda trace: (-len(trace), trace))
-    return functools.reduce(_merged, distinct, ())
+    return _sorted(distinct) or functools.reduce(_merged, distinct, ())
+
+
+def _sorted(traces: Sequence[Trace]) -> Trace | None:
+    """Every event as often as the trace that has it most often; None: traces have them in orders that contradict."""
+    after: dict[tuple[Token, int], set[tuple[Token, int]]] = {}
+    for trace in traces:
+        count: collections.Counter[Token] = collections.Counter()
+        last = None
+        for token in trace:
+            event = (token, count[token])
+            count[token] += 1
+            after.setdefault(event, set())
+            if last is not None:
+                after[last].add(event)
+            last = event
+    waits = collections.Counter(event for events in after.values() for event in events)
+    sign = -1 if any(is_of_backward(trace) for trace in traces) else 1
+    ready = [(sign * event[0][1], event) for event in after if not waits[event]]
+    heapq.heapify(ready)
+    result: list[Token] = []
+    while ready:
+        _, event = heapq.heappop(ready)
+        result.append(event[0])
+        for follower in after[event]:
+            waits[follower] -= 1
+            if not waits[follower]:
+                heapq.heappush(ready, (sign * follower[0][1], follower))
+    return tuple(result) if len(result) == len(after) else None
 
 
 def _merged(one: Trace, other: Trace) -> Trace:
