@@ -144,6 +144,21 @@ def test_a_union_holds_all_traces_in_their_order_and_of_two_is_as_short_as_can_b
         assert len(union(traces[:2])) == len(one) + len(other) - common
 
 
+def test_what_no_two_ranks_share_comes_in_the_order_of_registration():
+    forwards = [forward_of(1, 3), forward_of(2), forward_of(4)]
+    assert [unit for event, unit in union(forwards) if event == ENTER] == [0, 1, 2, 3, 4]
+    backwards = [backward_of(3, 1), backward_of(2), backward_of(4)]
+    assert [unit for event, unit in union(backwards) if event == GRAD] == [0, 4, 3, 2, 1]
+
+
+def test_many_ranks_that_leave_out_some_of_a_thousand_units_share_one_program_without_repeats():
+    chance = random.Random(0)
+    ranks = [[unit for unit in range(1, 1000) if chance.random() < 0.8] for _ in range(32)]
+    ran = sorted(set().union(*ranks))
+    assert union(forward_of(*rank) for rank in ranks) == forward_of(*ran)
+    assert union(backward_of(*reversed(rank)) for rank in ranks) == backward_of(*reversed(ran))
+
+
 def _is_within(part, whole):
     rest = iter(whole)
     return all(token in rest for token in part)

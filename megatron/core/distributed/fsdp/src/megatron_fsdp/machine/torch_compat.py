@@ -80,6 +80,11 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor of which `tensor` is a view to autograd, if any (torch 1.0 to 2.13)."""
+    return tensor._base
+
+
 def version_of(value: object) -> int | None:
     """How often a tensor has been changed in place; None for what does not count (torch 1.0 to 2.13)."""
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None

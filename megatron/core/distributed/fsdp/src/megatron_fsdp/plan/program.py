@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import heapq
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -97,6 +98,8 @@ class Program:
     ops: tuple[Op, ...]
     is_spmd: bool = True
     """All ranks recorded the same trace."""
+    longest: int = 0
+    """Events of the longest pass that it holds."""
 
     def text(self, labels: Sequence[str]) -> str:
         """One line for each operation: its program counter, and markers at the margin."""
@@ -113,9 +116,40 @@ class Program:
 
 
 def union(traces: Iterable[Trace]) -> Trace:
-    """A short common supersequence: a function of the set of traces, so alike on all ranks."""
+    """A short common supersequence: a function of the set of traces, so alike on all ranks.
+
+    Between what two traces have in common, units come in the order of registration, in a backward in the reverse of it.
+    """
     distinct = sorted(set(traces), key=lambda trace: (-len(trace), trace))
-    return functools.reduce(_merged, distinct, ())
+    return _sorted(distinct) or functools.reduce(_merged, distinct, ())
+
+
+def _sorted(traces: Sequence[Trace]) -> Trace | None:
+    """Every event as often as the trace that has it most often; None: traces have them in orders that contradict."""
+    after: dict[tuple[Token, int], set[tuple[Token, int]]] = {}
+    for trace in traces:
+        count: collections.Counter[Token] = collections.Counter()
+        last = None
+        for token in trace:
+            event = (token, count[token])
+            count[token] += 1
+            after.setdefault(event, set())
+            if last is not None:
+                after[last].add(event)
+            last = event
+    waits = collections.Counter(event for events in after.values() for event in events)
+    sign = -1 if any(is_of_backward(trace) for trace in traces) else 1
+    ready = [(sign * event[0][1], event) for event in after if not waits[event]]
+    heapq.heapify(ready)
+    result: list[Token] = []
+    while ready:
+        _, event = heapq.heappop(ready)
+        result.append(event[0])
+        for follower in after[event]:
+            waits[follower] -= 1
+            if not waits[follower]:
+                heapq.heappush(ready, (sign * follower[0][1], follower))
+    return tuple(result) if len(result) == len(after) else None
 
 
 def _merged(one: Trace, other: Trace) -> Trace:
@@ -129,8 +163,13 @@ def _merged(one: Trace, other: Trace) -> Trace:
             row[j] = below[j + 1] + 1 if one[i] == other[j] else max(below[j], row[j + 1])
     result: list[Token] = []
     i = j = 0
+    sign = -1 if is_of_backward(one) or is_of_backward(other) else 1
     while i < len(one) and j < len(other):
-        takes_one = one[i] == other[j] or lengths[i + 1][j] >= lengths[i][j + 1]
+        without_one, without_other = lengths[i + 1][j], lengths[i][j + 1]
+        is_first = without_one > without_other or (
+            without_one == without_other and sign * (one[i][1] - other[j][1]) <= 0
+        )
+        takes_one = one[i] == other[j] or is_first
         result.append(one[i] if takes_one else other[j])
         i, j = i + takes_one, j + (not takes_one or one[i] == other[j])
     return (*result, *one[i:], *other[j:])

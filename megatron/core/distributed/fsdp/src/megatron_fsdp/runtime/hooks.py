@@ -13,9 +13,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 
-from megatron_fsdp.machine.torch_compat import in_backward, uncompiled, version_of
+from megatron_fsdp.machine.torch_compat import base_of, graph_task, in_backward, uncompiled, version_of
 from megatron_fsdp.runtime import linear_grads
 from megatron_fsdp.runtime.moment import check_not_taken
 from megatron_fsdp.runtime.schedule import Call, Schedule
@@ -41,7 +40,7 @@ def install_hooks(schedule: Schedule, guard: Guard) -> list[torch.utils.hooks.Re
     for unit in schedule.units:
         hooks = _UnitHooks(weakref.ref(schedule), weakref.ref(unit), guard)
         module = unit.module()
-        handles.append(module.register_forward_pre_hook(hooks.pre_forward, prepend=True))
+        handles.append(module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(hooks.post_forward, with_kwargs=True))
         if unit.is_root:
             handles.append(module.register_forward_hook(hooks.after_forward, always_call=True))
@@ -63,7 +62,7 @@ class _UnitHooks:
         )
 
     @uncompiled
-    def pre_forward(self, module: nn.Module, args: tuple) -> None:
+    def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         schedule, unit = self._alive()
         check_not_taken(schedule, "a forward")
         if schedule.lost_weights:
@@ -75,11 +74,15 @@ class _UnitHooks:
         if unit.is_root and self.guard.is_active and not in_backward():
             self.guard.check()
         if torch.is_grad_enabled():
-            unit.input_versions = {id(value): version_of(value) for value in args if isinstance(value, torch.Tensor)}
+            given = (*args, *kwargs.values())
+            unit.input_versions = {id(value): version_of(value) for value in given if isinstance(value, torch.Tensor)}
         if in_backward():
             schedule.recompute(unit)
         else:
-            schedule.enter(unit)
+            begins = schedule.enter(unit)
+            if begins and not unit.is_root and not unit.is_called_by_hand:
+                unit.is_called_by_hand = True
+                module.register_forward_hook(self.after_forward, always_call=True)
         if schedule.watch.is_on:
             schedule.watch.enter(unit)
 
@@ -104,10 +107,12 @@ class _UnitHooks:
     @uncompiled
     def after_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
         """Runs also when the forward has raised."""
-        schedule = self.schedule()
-        if schedule is not None and schedule.in_forward:
-            error = sys.exc_info()[1]
-            if error is not None:
+        schedule, unit = self.schedule(), self.unit()
+        error = sys.exc_info()[1]
+        if schedule is None or unit is None or error is None or in_backward():
+            return
+        if schedule.in_forward_of(unit):
+            if unit.is_root:
                 self.guard.explain(error)
             schedule.abort_forward()
 
@@ -137,10 +142,21 @@ class _UnitHooks:
 
 def _on_first_gradient(tensors: list[torch.Tensor], hook: Callable[[torch.Tensor], None]) -> None:
     """Lets every backward that brings gradients to some of `tensors` call `hook` with the first of them."""
-    if len(tensors) == 1:  # as most modules return: torch's general way costs 7 microseconds more (torch 2.13)
+    # A view that is changed in place gets a new history, from that of its base, and loses its hooks.
+    bases = {id(base): base for base in map(base_of, tensors) if base is not None and base.grad_fn is not None}
+    tensors = [*tensors, *bases.values()]
+    if len(tensors) == 1:  # as most modules return
         tensors[0].register_hook(hook)
-    else:
-        register_multi_grad_hook(tensors, hook, mode="any")
+        return
+    heard: set[int] = set()
+
+    def hear(grad: torch.Tensor) -> None:
+        if (task := graph_task()) not in heard:
+            heard.add(task)
+            hook(grad)
+
+    for tensor in tensors:
+        tensor.register_hook(hear)
 
 
 #: Objects that hold no output, however much they refer to.

@@ -21,7 +21,8 @@ from megatron_fsdp.runtime.unit import Unit, contains
 
 logger = logging.getLogger(__name__)
 
-#: A program that would become longer than this many times the trace that it must hold is replaced by one for it alone.
+#: A program that would become longer than this many times the longest pass that it holds is replaced by one for the
+#: last pass alone.
 _MOST_GROWTH = 2
 #: More than any memory, and a number that ranks can tell each other.
 _MOST_NBYTES = 2**62
@@ -159,13 +160,16 @@ class Programs:
         before, forward = self._recorded.get(key), self._recorded.get(key.forward)
         is_spmd = len(traces) == 1 and all(known is None or known.is_spmd for known in (before, forward))
         trace = plan.union(traces)
+        longest = len(trace)
         if before is not None:
             grown = plan.union([trace, before.trace])
-            trace = grown if len(grown) <= _MOST_GROWTH * max(len(trace), len(before.trace)) else trace
+            if len(grown) <= _MOST_GROWTH * max(longest, before.longest):
+                trace, longest = grown, max(longest, before.longest)
         if not is_spmd and key.unit == 0:
             ran = {unit for _, unit in forward.trace} if forward is not None and key.forwards else ()
             trace = plan.completed(trace, self.facts, ran)
-        self._recorded[key] = plan.build(trace, self.facts, is_spmd=is_spmd)
+        program = plan.build(trace, self.facts, is_spmd=is_spmd)
+        self._recorded[key] = dataclasses.replace(program, longest=longest)
         self._calls[key] = collections.Counter(unit for event, unit in trace if event == ENTER)
         for changed in {key, key.forward} & self._recorded.keys():
             self._compile(changed)

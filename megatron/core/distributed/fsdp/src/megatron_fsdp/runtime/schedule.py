@@ -76,6 +76,8 @@ class Pass:
     """Of a backward, calls by unit whose backward is over."""
     reduced: set[int] = dataclasses.field(default_factory=set)
     """Of a backward without a program, units that it has reduced."""
+    left: dict[int, list[tuple[int, int | None]]] = dataclasses.field(default_factory=dict)
+    """Of a backward without a program, by unit its gradients when its calls so far were over."""
     whole: frozenset[int] = frozenset()
     """Of a backward inside a forward, the units that the forward has gathered."""
 
@@ -209,24 +211,25 @@ class Schedule:
         """A forward, or a backward, is not over."""
         return self._forward is not None or self._backward is not None or in_backward()
 
-    @property
-    def in_forward(self) -> bool:
-        """A forward of the whole model has begun and not ended."""
-        return self._forward is not None and self._forward.key.unit == 0
+    def in_forward_of(self, unit: Unit) -> bool:
+        """A forward that began with this unit, the root or one called by hand, has not ended."""
+        return self._forward is not None and self._forward.key.unit == unit.number
 
     # -- events of forward ----------------------------------------------------------------------------------------
 
-    def enter(self, unit: Unit) -> None:
-        """The unit's module is about to run. **Collective**, as every event may be."""
+    def enter(self, unit: Unit) -> bool:
+        """The unit's module is about to run; says if a pass begins. **Collective**, as every event may be."""
         if self._backward is not None:
             self.end_interrupted_backward()
-        if self._forward is None or unit.is_root:
+        begins = self._forward is None or unit.is_root
+        if begins:
             self._begin_forward(unit)
         running = self._forward
         self._open_call(unit, running.key, running.number)
         self._used[unit.number] += 1
         self._reach(running, (ENTER, unit.number))
         self._show(unit)
+        return begins
 
     def _open_call(self, unit: Unit, key: Key | None, forward: int) -> None:
         self.events += 1
@@ -252,7 +255,7 @@ class Schedule:
         if running is None:
             return
         self._used[number] -= 1
-        if number == running.key.unit:
+        if number == running.key.unit and not self._open:  # a unit may call itself
             self._end_forward(running, keeps=awaits_backward and unit.is_root)
             return
         if lends and running.key.unit == 0:
@@ -347,7 +350,7 @@ class Schedule:
     def _begin_backward(self, key: Key | None) -> Pass:
         for unit in self._reducer.in_flight:  # of the micro-batch before
             self._reducer.drain(unit)
-        forward = key or self._last_key
+        forward = key or self._last_key or Key(0, False, self._phase)  # the first forward runs in another backward
         self._backward = running = self._begin(forward.backward(self._shared.get(forward, 1)))
         running.depth = len(self._open)
         running.whole = frozenset(self._whole if self._forward is not None else ())
@@ -394,6 +397,8 @@ class Schedule:
         for number in dict.fromkeys(number for number, _, _ in ended):
             if not self._used[number]:
                 running.trace.append((OVER, number))
+                if running.compiled is None:
+                    running.left[number] = self.units[number].grad_versions()
                 self._let_go(number)
 
     @uncompiled
@@ -402,6 +407,7 @@ class Schedule:
         running = self._backward
         running.trace += [(OVER, number) for number in dict.fromkeys(number for number, _, _ in reversed(self._uses))]
         self._end_all_uses()
+        running.trace += [(OVER, number) for number in self._used_elsewhere(running)]
         self._finish(running)
         if running.compiled is None:
             self._reduce_the_rest(running)
@@ -415,8 +421,18 @@ class Schedule:
         self._end_backward(running)
         self.microbatch_count += 1
         self._has_run = True
-        if self.model_auto_sync:
+        if self.model_auto_sync and self._forward is None:  # a backward inside a forward leaves that its weights
             self.on_auto_sync()
+
+    def _used_elsewhere(self, running: Pass) -> list[int]:
+        """Units whose gradients have grown since they were left: of weights that they had returned to others."""
+        strays = self.strays() if running.left else []
+        return [
+            number
+            for number, grads in running.left.items()
+            if (unit := self.units[number]) in strays
+            if number in running.reduced or unit.grad_versions() != grads
+        ]
 
     def _end_all_uses(self) -> None:
         for number in (*(use[0] for use in self._uses), *self._held):
@@ -726,7 +742,6 @@ class Schedule:
         for unit in self.units:
             self._gatherer.wait_for(unit)
         self._used = [0] * len(self._used)
-        self._awaited = 0
         self.rest()
 
 

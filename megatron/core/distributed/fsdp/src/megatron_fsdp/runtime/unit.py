@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.machine.device import Event
-from megatron_fsdp.machine.torch_compat import storage_id, version_of
+from megatron_fsdp.machine.torch_compat import storage_id, version_of, without_overrides
 from megatron_fsdp.state.param_group import ParamGroup
 from megatron_fsdp.state.tensor_parallel import local_part
 
@@ -100,6 +100,8 @@ class Unit:
         self.is_gathered = False
         """Some of those are there: a reshard would free them."""
         self._storages = {storage for group in groups for storage in group.gathered_storages}
+        self.is_called_by_hand = False
+        """Passes have begun with it, so its module tells when its forward has raised, as the root's always does."""
         self.input_versions: dict[int, int] = {}
         """Version counters of the tensors that the forward in progress was given."""
         self.shows_raw = True
@@ -193,6 +195,11 @@ class Unit:
     def has_staged_grads(self) -> bool:
         """Gradients of this backward are being written to where they are reduced from."""
         return any(group.main_grad is not None and group.main_grad.is_staged for group in self.groups)
+
+    def grad_versions(self) -> list[tuple[int, int | None]]:
+        """What changes when more is added to a gradient."""
+        with without_overrides():
+            return [(id(raw.grad), version_of(raw.grad)) for raw in self.trainable]
 
 
 def contains(unit: Unit, other: Unit) -> bool:
