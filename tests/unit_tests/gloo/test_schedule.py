@@ -14,7 +14,7 @@ from tests.unit_tests.harness.models import MLPBlock
 from tests.unit_tests.harness.odd_models import BUILDERS, Table
 from tests.unit_tests.harness.parity import TASKS, Case, check, joint_step
 from tests.unit_tests.harness.rank_pool import RankPool
-from tests.unit_tests.harness.sharded import Sharding, build_sharded, full_grads
+from tests.unit_tests.harness.sharded import Sharding, build_sharded, full_grads, shard
 
 #: Ranks run different units, or different numbers of them.
 RANK_DEPENDENT = [
@@ -161,6 +161,56 @@ def job_shared(task: str) -> None:
 def test_forwards_in_which_ranks_differ_cannot_share_a_backward(ranks2: RankPool, task: str) -> None:
     message = "several of its forwards share one backward, .* call backward for each forward's loss by itself"
     ranks2.run_expecting(NotImplementedError, message, job_shared, task, timeout_s=15)
+
+
+class Ordered(torch.nn.Module):
+    """Runs its blocks in the order that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(MLPBlock(6, 6, is_linear=True) for _ in range(3))
+        self.order: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, 6), kept."""
+        for number in self.order:
+            x = self.blocks[number](x)
+        return x
+
+
+def job_forget() -> tuple[list[str], list[torch.Tensor]]:
+    """Errors of a step in an order that no rank had, where ranks had differed; and gradients of it once forgotten."""
+    torch.manual_seed(0)
+    model = shard(Ordered(), Sharding(units=(MLPBlock,)))
+    errors = []
+    for order in ([dist.get_rank()], [2, 0]):
+        model.module.order = order
+        try:
+            model(torch.ones(2, 6)).sum().backward()
+        except RuntimeError as error:
+            errors.append(str(error))
+        model.finish_grad_sync()
+        model.zero_grad()
+    model.schedule.forget()
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(2, 6)).sum().backward()
+        model.finish_grad_sync()
+    return errors, [full_grads(model)[f"blocks.{number}.linear.weight"] for number in (0, 2)]
+
+
+def test_training_goes_on_in_a_new_order_once_the_old_one_is_forgotten(ranks2: RankPool) -> None:
+    torch.manual_seed(0)
+    module = Ordered()
+    module.order = [2, 0]
+    module(torch.ones(2, 6)).sum().backward()
+    for rank, (errors, grads) in enumerate(ranks2.run(job_forget, timeout_s=20)):
+        assert len(errors) == 1 and f"rank {rank}, pass 3 (forward), operation" in errors[0]
+        assert (
+            "last event: enter blocks.0 is not in its program" in errors[0] and "model.schedule.forget()" in errors[0]
+        )
+        for number, grad in zip((0, 2), grads, strict=True):
+            torch.testing.assert_close(grad, module.blocks[number].linear.weight.grad)
 
 
 # ---- what is communicated ----

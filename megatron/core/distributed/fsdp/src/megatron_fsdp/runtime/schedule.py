@@ -192,7 +192,8 @@ class Schedule:
         if running.compiled is None:
             text += "not in a program"
         else:
-            ops, pc = running.compiled.program.ops, running.compiled.starts[running.at]
+            ops = running.compiled.program.ops
+            pc = (*running.compiled.starts, len(ops))[running.at]
             text += f"operation {pc} of {len(ops)}: " + (f"{ops[pc].kind} {label(ops[pc].unit)}" if ops[pc:] else "end")
         return text + (f", last event: {running.trace[-1][0]} {label(running.trace[-1][1])}" if running.trace else "")
 
@@ -509,10 +510,8 @@ class Schedule:
         """Runs what is left of a pass, for this rank and for others. **Collective**."""
         if running.compiled is None:
             self._lockstep(running, None)
-            return
-        self._run(running, len(running.compiled.markers))
-        for operation in running.compiled.segments[-1]:
-            operation()
+        else:
+            self._run(running, len(running.compiled.segments))
 
     def _leave_program(self, running: Pass) -> None:
         """An event that the program does not have: the rest of the pass runs in lockstep, if ranks were alike.
