@@ -213,6 +213,41 @@ def test_training_goes_on_in_a_new_order_once_the_old_one_is_forgotten(ranks2: R
             torch.testing.assert_close(grad, module.blocks[number].linear.weight.grad)
 
 
+def job_skip_batches(strategy: int) -> tuple[int, torch.Tensor]:
+    """Batches that raise on every rank, in another unit each, in forward and in backward; gradients of the next one."""
+    torch.manual_seed(0)
+    model = shard(Ordered(), Sharding(strategy=strategy, units=(MLPBlock,)))
+    model.module.order = [0, 1, 2]
+    failing, caught = [""], 0
+
+    def fail(kind: str) -> None:
+        if kind == failing[0]:
+            raise ValueError("a batch to be skipped")
+
+    own = model.module.blocks[dist.get_rank()]
+    own.register_forward_pre_hook(lambda *_: fail("forward"))
+    own.register_forward_hook(lambda _, args, output: output.register_hook(lambda grad: fail("backward")) and None)
+    for failing[0] in ("", "", "forward", "", "backward", "", "forward", "backward", ""):
+        model.zero_grad()
+        try:
+            model(torch.ones(2, 6)).sum().backward()
+        except ValueError:
+            caught += 1
+    model.finish_grad_sync()
+    return caught, full_grads(model)["blocks.1.linear.weight"]
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_batches_that_raise_in_another_unit_on_every_rank_can_be_skipped(ranks2: RankPool, strategy: int) -> None:
+    torch.manual_seed(0)
+    module = Ordered()
+    module.order = [0, 1, 2]
+    module(torch.ones(2, 6)).sum().backward()
+    for caught, grad in ranks2.run(job_skip_batches, strategy, timeout_s=20):
+        assert caught == 4
+        torch.testing.assert_close(grad, module.blocks[1].linear.weight.grad)
+
+
 # ---- what is communicated ----
 
 

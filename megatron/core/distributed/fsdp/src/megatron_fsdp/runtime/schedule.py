@@ -297,13 +297,13 @@ class Schedule:
         self._let_go_of_all(kept=own if keeps else -1)
 
     def abort_forward(self) -> None:
-        """The forward that runs was interrupted; no more of it will come. **Collective** where ranks differ.
+        """The forward that runs was interrupted; no more of it will come. **Collective**.
 
-        There other ranks go on with the pass, so this rank takes part in the rest.
+        Other ranks may go on with the pass, or have come to another place of it: this rank takes part in the rest.
         """
         running, self._forward = self._forward, None
         self._open.clear()
-        if running is not None and (running.compiled is None or not running.compiled.program.is_spmd):
+        if running is not None:
             self._finish(running)
         self.settle()
 
@@ -472,9 +472,8 @@ class Schedule:
         for group in (group for unit in self.units for group in unit.groups if group.main_grad is not None):
             group.main_grad.discard()
         self._end_all_uses()
-        if running.compiled is None or not running.compiled.program.is_spmd:
-            self._finish(running)  # other ranks may have come farther
-            self._reducer.wait()
+        self._finish(running)  # other ranks may have come farther
+        self._reducer.wait()
         self._release_all()
         self._open.clear()
         self._end_backward(running)
