@@ -1,4 +1,4 @@
-"""Which optimizers can update shards, and what each of them needs: tables by class, and the refusals they imply."""
+"""Optimizers by what they need of shards: tables by class, and the refusals that follow from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How well communication hides behind computation: the time of each unit's, and what the compute stream waited for."""
+"""Overlap report: time of communication and computation by unit, and how much of the former is exposed."""
 
 from __future__ import annotations
 

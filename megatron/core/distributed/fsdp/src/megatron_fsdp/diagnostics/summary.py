@@ -1,4 +1,4 @@
-"""What was built, in one table: units, groups, padding, bytes per rank, tags."""
+"""Summary of what was built, in one table: units, groups, padding, bytes per rank, tags."""
 
 from __future__ import annotations
 
