@@ -1,4 +1,4 @@
-"""Where the time of a step goes: what the report counts, and that it counts nothing when it is off."""
+"""The overlap report counts the time of a step, and nothing when it is off."""
 
 import contextlib
 import time

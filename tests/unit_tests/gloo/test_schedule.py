@@ -1,4 +1,4 @@
-"""When units gather and reduce: odd control flow, rank-dependent control flow, exceptions and order."""
+"""The schedule under odd control flow, rank-dependent control flow and exceptions, and its order."""
 
 import collections
 from unittest import mock

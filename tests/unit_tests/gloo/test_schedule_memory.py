@@ -1,4 +1,4 @@
-"""What the schedule keeps in memory and for how long, and that nothing outlives its model."""
+"""Memory that the schedule keeps, and for how long; nothing outlives its model."""
 
 import gc
 import time

@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of `MegatronFSDP`, found before anything is communicated."""
+"""Checks of the arguments of `MegatronFSDP`, before anything is communicated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users configure, resolved to one frozen `EngineConfig`."""
+"""The user's configuration, resolved to one frozen `EngineConfig`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a rank's shard lies in its global tensor, and how torch's checkpointing is told.
+"""The place of a rank's shard in its global tensor, as metadata for torch's checkpointing.
 
 A DTensor's spec names the cut dims but not the cut points: torch assumes those of `torch.chunk`. With any other rows
 per rank `full_tensor()` and `torch.distributed.checkpoint` (DCP) are silently wrong, unless DCP is told each rank's

@@ -1,4 +1,4 @@
-"""What ranks tell each other about an unevenly sharded DTensor: its boxes and its elements."""
+"""Exchange of an unevenly sharded DTensor's boxes and elements between ranks."""
 
 import hashlib
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Where temporary storage comes from."""
+"""Allocators of temporary storage."""
 
 from __future__ import annotations
 

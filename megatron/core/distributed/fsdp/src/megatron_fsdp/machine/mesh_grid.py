@@ -1,4 +1,4 @@
-"""What a mesh's table of ranks says: that groups see it as the grid it is, and that no dimension was forgotten."""
+"""Checks of a mesh's table of ranks: groups see it as the grid it is, and no dimension was forgotten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the memory of communication buffers lies: anywhere, in regions of its own, or registered with NCCL."""
+"""Memory of communication buffers: anywhere, in regions of its own, or registered with NCCL."""
 
 from __future__ import annotations
 

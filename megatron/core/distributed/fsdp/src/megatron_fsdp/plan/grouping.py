@@ -1,4 +1,4 @@
-"""Which parameters share a buffer."""
+"""Grouping of parameters that share a buffer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which element of which parameter lives at which offset on which rank."""
+"""Layout of a flat buffer: the rank and offset of every element of every parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which storages take turns in the same memory: two slots for units that fit them, a place of their own for others."""
+"""Assignment of storages to memory: two slots for units that fit them, a place of their own for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which module is a unit, and which unit owns each parameter."""
+"""Discovery of units, and of the unit that owns each parameter."""
 
 from __future__ import annotations
 

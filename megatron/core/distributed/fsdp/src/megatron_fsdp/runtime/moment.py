@@ -1,4 +1,4 @@
-"""Whether now is the moment for something that all units take part in, and what they show meanwhile."""
+"""Checks that the model is between steps, for what all units take part in, and what they show meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks gather by copies out of each other's memory, and the memory that they offer."""
+"""Peers: ranks that gather by copies out of each other's memory, and the memory that they offer."""
 
 from __future__ import annotations
 

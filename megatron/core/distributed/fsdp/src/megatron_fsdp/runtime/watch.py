@@ -1,4 +1,4 @@
-"""Where a step's time goes: moments on the streams, noted while somebody asks for them.
+"""Timing of a step: moments on the streams, noted while somebody asks for them.
 
 The compute stream does one thing at a time: it computes for a unit, or waits for a gather or a reduction.
 Gathers and reductions beside it are spans of their own. A device without streams communicates in the compute stream's

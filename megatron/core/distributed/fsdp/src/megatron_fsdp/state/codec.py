@@ -1,4 +1,4 @@
-"""How compute weights are stored and refreshed from main weights."""
+"""Codecs: they store compute weights and refresh them from main weights."""
 
 from __future__ import annotations
 
