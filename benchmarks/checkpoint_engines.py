@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import fsdp_bench  # noqa: E402
 
 from megatron.training.build import build_run  # noqa: E402
-from megatron.training.checkpoint.load import load_checkpoint  # noqa: E402
-from megatron.training.checkpoint.save import Saver  # noqa: E402
+from megatron.training.checkpoint.load.loader import load_checkpoint  # noqa: E402
+from megatron.training.checkpoint.save.saver import Saver  # noqa: E402
 from megatron.training.config import load_config  # noqa: E402
 from megatron.training.initialize import initialized  # noqa: E402
 from megatron.training.launch import ignore_expected_warnings, prepare  # noqa: E402

@@ -5,16 +5,16 @@ import sys
 from torch.utils.data import Dataset
 
 from megatron.training.callbacks import BufferRegistration, Callback, ManualGarbageCollection, OverlapLog
-from megatron.training.console import Console
 from megatron.training.data import DataStream, LoaderOptions, build_data_stream
 from megatron.training.initialize import World
 from megatron.training.launch import Job
-from megatron.training.metrics import LogLines, Meter, Reporter
 from megatron.training.model import build_model
 from megatron.training.optim import build_optimizer, build_scheduler
-from megatron.training.progress import LiveProgress
+from megatron.training.reporting.console import Console
+from megatron.training.reporting.metrics import LogLines, Meter, Reporter
+from megatron.training.reporting.progress import LiveProgress
+from megatron.training.reporting.tensorboard import TensorBoard
 from megatron.training.state import Run, Streams, Task
-from megatron.training.tensorboard import TensorBoard
 
 
 def build_run(job: Job, task: Task, world: World) -> Run:

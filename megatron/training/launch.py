@@ -73,7 +73,9 @@ def prepare_reading(reading: Reading, world_size: int) -> Job:
     if reading.is_guess:
         raise ConfigError(problems)
     if config.checkpoint.use_checkpoint_args and config.checkpoint.load is not None:
-        config = importlib.import_module("megatron.training.checkpoint.adopt").with_saved_arguments(config)
+        config = importlib.import_module("megatron.training.checkpoint.load.args_from_checkpoint").with_saved_arguments(
+            config
+        )
     try:
         check(config, world_size)
     except ConfigError as error:

@@ -6,7 +6,7 @@ A new feature is a callback or a function call here, never a branch.
 import logging
 
 from megatron.training.callbacks import Callback
-from megatron.training.checkpoint.save import Saver, saving
+from megatron.training.checkpoint.save.saver import Saver, saving
 from megatron.training.evaluate import validate
 from megatron.training.state import Run, is_due
 from megatron.training.step import train_step

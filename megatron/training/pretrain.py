@@ -4,10 +4,10 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 
-from megatron.training.agree import AgreedError, on_every_rank
 from megatron.training.build import build_callbacks, build_run, build_streams
 from megatron.training.callbacks import Callback, Callbacks
-from megatron.training.checkpoint.load import load_checkpoint
+from megatron.training.checkpoint.load.loader import load_checkpoint
+from megatron.training.collective_errors import AgreedError, on_every_rank
 from megatron.training.evaluate import test
 from megatron.training.files import make_output_folders
 from megatron.training.initialize import initialized

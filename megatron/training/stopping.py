@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from megatron.training.agree import any_rank, largest
+from megatron.training.collective_errors import any_rank, largest
 from megatron.training.config.schema import TrainConfig
 from megatron.training.state import Run
 

@@ -23,9 +23,9 @@ from megatron_fsdp import (
     fully_shard_model,
     fully_shard_optimizer,
 )
+from megatron_fsdp.build.copy_engine_setup import offered_nbytes
 from megatron_fsdp.machine.allocator import PoisonPool, ResizePool
 from megatron_fsdp.runtime import linear_grads
-from megatron_fsdp.runtime.peers import offered_nbytes
 from megatron_fsdp.state import main_grad
 
 VOCAB, WIDTH = 1300, 257

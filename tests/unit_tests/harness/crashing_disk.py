@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.training.checkpoint.disk import Disk
+from megatron.training.checkpoint.format.filesystem import Disk
 
 
 class Crash(BaseException):

@@ -43,7 +43,7 @@ class FileMemory:
 def peer_files(memory: Any = FileMemory) -> Iterator[None]:
     """Models built inside may gather by copies on the CPU."""
     with (
-        mock.patch("megatron_fsdp.arguments._check_device", lambda *_: None),
-        mock.patch("megatron_fsdp.runtime.peers.SymmetricMemory", memory),
+        mock.patch("megatron_fsdp.build.check_arguments._check_device", lambda *_: None),
+        mock.patch("megatron_fsdp.build.copy_engine_setup.SymmetricMemory", memory),
     ):
         yield

@@ -1,6 +1,6 @@
 """Which source file may import or name what; `test_imports.py` applies it to the tree and to made-up sources.
 
-Layers, lowest first: plan/ and config.py, machine/, state/, runtime/, diagnostics/, files beside `__init__.py`, mcore/.
+Layers, lowest first: `FOLDERS`, with config.py beside plan/; files beside `__init__.py`; mcore/.
 """
 
 import ast
@@ -8,9 +8,16 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 PACKAGE = "megatron_fsdp"
-SURFACE_LAYER = 5
-LAYER_OF_FOLDER = {"plan": 0, "machine": 1, "state": 2, "runtime": 3, "diagnostics": 4, "mcore": 6}
-LAYER_OF_FILE = {"config.py": 0, "package_info.py": 0}
+FOLDERS = ("plan", "machine", "state", "runtime", "build", "dtensor", "diagnostics", "state_dict", "optim")
+LAYER_OF_FOLDER = {folder: layer for layer, folder in enumerate(FOLDERS)}
+SURFACE_LAYER = len(FOLDERS)
+LAYER_OF_FOLDER["mcore"] = SURFACE_LAYER + 1
+LAYER_OF_FILE = {
+    "config.py": 0,
+    "package_info.py": 0,
+    "param_and_grad_buffer.py": LAYER_OF_FOLDER["diagnostics"],
+    "uneven_dtensor.py": LAYER_OF_FOLDER["dtensor"],
+}
 STRATEGIES = {"no_shard", "optim", "optim_grads", "optim_grads_params"}
 MAX_LINES = 800
 

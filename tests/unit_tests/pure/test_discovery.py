@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from megatron_fsdp import fsdp_no_shard
-from megatron_fsdp.runtime import discovery
-from megatron_fsdp.runtime.discovery import plan_units, resolve_unit_classes
+from megatron_fsdp.build import find_units
+from megatron_fsdp.build.find_units import plan_units, resolve_unit_classes
 from tests.unit_tests.harness.models import MLPBlock, TinyMLP, TinyTransformer, TransformerBlock
 
 
@@ -81,7 +81,7 @@ def test_declared_root_params_join_the_root():
 
 
 def test_a_large_embedding_and_output_layer_are_units_of_their_own(monkeypatch):
-    monkeypatch.setattr(discovery, "LARGE_LEFTOVER_NUMEL", 17 * 8)
+    monkeypatch.setattr(find_units, "LARGE_LEFTOVER_NUMEL", 17 * 8)
     found = owners(TinyTransformer(depth=1), TransformerBlock)
     assert found["embedding"] == ["embedding.weight"] and found["head"] == ["head.weight"]
     assert found[""] == ["norm.weight", "norm.bias"]
@@ -91,7 +91,7 @@ def test_a_large_embedding_and_output_layer_are_units_of_their_own(monkeypatch):
 
 
 def test_what_is_marked_whole_needs_no_unit(monkeypatch):
-    monkeypatch.setattr(discovery, "LARGE_LEFTOVER_NUMEL", 1)
+    monkeypatch.setattr(find_units, "LARGE_LEFTOVER_NUMEL", 1)
     model = TinyMLP(depth=2, bias=False)
     fsdp_no_shard(model.blocks[0])
     fsdp_no_shard(model.head)

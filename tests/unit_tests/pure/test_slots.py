@@ -1,6 +1,6 @@
 """Which storages share slots."""
 
-from megatron_fsdp.plan.slots import Footprint, PoolSlot, assign_slots
+from megatron_fsdp.plan.double_buffer import Footprint, PoolSlot, assign_slots
 
 
 def units(*sizes: tuple[int, ...], within: tuple[int, ...] = ()) -> list[Footprint]:

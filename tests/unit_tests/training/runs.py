@@ -90,7 +90,7 @@ def recorder(outcome: Outcome):
             outcome.evaluations[f"{evaluation.split} at {run.state.iteration}"] = evaluation.loss
 
         def end(self, run):
-            from megatron.training.checkpoint.nested import flattened
+            from megatron.training.checkpoint.format.flatten import flattened
 
             outcome.state = run.state.state_dict()
             outcome.weights = {name: whole(param) for name, param in run.model.named_parameters()}

@@ -51,11 +51,11 @@ def assert_equal(one, other) -> None:
 
 def test_a_checkpoint_in_the_background_is_the_same(mcore_ranks2, tmp_path):
     """And training does not notice."""
-    for sync, background, resumed in mcore_ranks2.run(runs, tmp_path):
-        assert sync.losses == background.losses
+    for sync, async_writer, resumed in mcore_ranks2.run(runs, tmp_path):
+        assert sync.losses == async_writer.losses
         assert resumed.losses == sync.losses[2:]
         for name, value in sync.weights.items():
-            assert torch.equal(value, background.weights[name]) and torch.equal(value, resumed.weights[name])
+            assert torch.equal(value, async_writer.weights[name]) and torch.equal(value, resumed.weights[name])
     names = ["iter_0000002", "iter_0000004", "iter_0000005", "latest_checkpointed_iteration.txt"]
     for folder in (tmp_path / "sync", tmp_path / "async"):
         assert sorted(path.name for path in folder.iterdir()) == names
@@ -76,7 +76,7 @@ def run_until(fault, flags: str) -> tuple[str, int, list[str]]:
         def emit(self, record):
             said.append(record.getMessage())
 
-    logger, handler = logging.getLogger("megatron.training.checkpoint.save"), Collect()
+    logger, handler = logging.getLogger("megatron.training.checkpoint.save.saver"), Collect()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
@@ -90,9 +90,9 @@ def run_until(fault, flags: str) -> tuple[str, int, list[str]]:
 
 def fail_on_rank_1(folder: Path) -> tuple[str, int, list[str]]:
     """The second checkpoint cannot be written by rank 1, whose process is told of a folder that is not there."""
-    from megatron.training.checkpoint import background
+    from megatron.training.checkpoint.save.saver import async_writer
 
-    stage = background.stage
+    stage = async_writer.stage
 
     def stage_badly(folder: Path, *rest):
         staged = stage(folder, *rest)
@@ -100,7 +100,7 @@ def fail_on_rank_1(folder: Path) -> tuple[str, int, list[str]]:
         return replace(staged, folder=folder / "gone") if is_bad else staged
 
     flags = f"--train-iters 400 --save {folder} --save-interval 3 --exit-interval 300 --async-save"
-    with mock.patch.object(background, "stage", stage_badly):
+    with mock.patch.object(async_writer, "stage", stage_badly):
         return run_until(lambda run: None, flags)
 
 
@@ -117,11 +117,11 @@ def test_a_write_that_fails_in_the_background_ends_every_rank(mcore_ranks2, tmp_
 
 def lose_the_process(folder: Path) -> tuple[str, int, list[str], int]:
     """The process is killed once the checkpoint of iteration 1 is published; that of iteration 2 is due later."""
-    from megatron.training.checkpoint import save
+    from megatron.training.checkpoint.save.saver import saver
 
     processes = []
 
-    class Watched(save.WriterProcess):
+    class Watched(saver.WriterProcess):
         def __init__(self) -> None:
             super().__init__()
             processes.append(self)
@@ -133,7 +133,7 @@ def lose_the_process(folder: Path) -> tuple[str, int, list[str], int]:
             published.append(run.state.iteration)
             os.kill(processes[0].pid, signal.SIGKILL)
 
-    with mock.patch.object(save, "WriterProcess", Watched):
+    with mock.patch.object(saver, "WriterProcess", Watched):
         return *run_until(kill, f"--train-iters 400 --save {folder} --save-interval 1 --async-save"), published[0]
 
 
@@ -163,8 +163,8 @@ def test_what_is_being_written_is_waited_for_when_all_ranks_fail_alike(mcore_ran
 
 
 def test_memory_is_shared_grows_and_holds_any_dtype():
-    from megatron.training.checkpoint import staging
-    from megatron.training.checkpoint.staging import SharedMemory, StagedTensor
+    from megatron.training.checkpoint.save.saver import shared_memory
+    from megatron.training.checkpoint.save.shared_memory import SharedMemory, StagedTensor
 
     memory = SharedMemory()
     other = SharedMemory(os.dup(memory.descriptor))
@@ -178,7 +178,7 @@ def test_memory_is_shared_grows_and_holds_any_dtype():
             seen = other.view(place)
             assert torch.equal(seen, value) and seen.untyped_storage().nbytes() == value.nbytes
     with (
-        mock.patch.object(staging, "available_nbytes", lambda: 1 << 20),
+        mock.patch.object(shared_memory, "available_nbytes", lambda: 1 << 20),
         pytest.raises(OSError, match="--async-save needs 2097152 bytes of host memory, 1048576 are left"),
     ):
         memory.reserve(1 << 21, pinned=False)

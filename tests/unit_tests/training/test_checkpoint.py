@@ -174,7 +174,7 @@ def test_a_run_is_warned_before_it_replaces_newer_checkpoints(mcore_ranks1, dama
 
 def save_beside(folder: Path) -> list[str]:
     """The warnings of a run that saves at 1, 2 and 3, when another one has saved after 1."""
-    from megatron.training.checkpoint import save
+    from megatron.training.checkpoint.save.saver import saver
 
     def publish(disk, partial, *rest):
         published = whole(disk, partial, *rest)
@@ -182,8 +182,8 @@ def save_beside(folder: Path) -> list[str]:
             (folder / "latest_checkpointed_iteration.txt").write_text("7")
         return published
 
-    whole = save.publish
-    with mock.patch.object(save, "publish", publish):
+    whole = saver.publish
+    with mock.patch.object(saver, "publish", publish):
         return warnings_of(f"--save {folder} --save-interval 1 --no-save-optim --no-save-rng")
 
 
@@ -200,7 +200,7 @@ def test_a_folder_under_another_iterations_name_is_refused(mcore_ranks1, damagea
 
 
 def test_a_difference_names_each_parameter_once():
-    from megatron.training.checkpoint.match import Difference
+    from megatron.training.checkpoint.load.match_keys import Difference
 
     missing = ("model.module.a", "optimizer.state.a.exp_avg", "optimizer.state.b.exp_avg", "optimizer.state.b.step")
     difference = Difference(missing=missing, unexpected=(), shapes=())
@@ -274,7 +274,7 @@ OTHERS = "; complete besides: iter_0000001, which --ckpt-step chooses"
 
 
 def test_a_damaged_checkpoint_is_one_sentence(mcore_ranks1, damageable):
-    from megatron.training.checkpoint.paths import folder_to_load
+    from megatron.training.checkpoint.format.paths import folder_to_load
 
     data = damageable / "iter_0000002" / "__0_0.distcp"
     whole = data.read_bytes()
@@ -301,7 +301,7 @@ class FullDisk:
     """Replaces `Disk.write`: little fits on the disk once it is on, so that torch breaks off in the middle."""
 
     def __init__(self) -> None:
-        from megatron.training.checkpoint.disk import Disk
+        from megatron.training.checkpoint.format.filesystem import Disk
 
         self.is_on, self._left, self._write = False, 3000, Disk.write
 
@@ -314,7 +314,7 @@ class FullDisk:
 
 def save_to_a_full_disk(folder: Path, *flags: str) -> list[str]:
     """Saves once well; then the disk is full, and what is there is told; then saves again, and over that."""
-    from megatron.training.checkpoint.disk import Disk
+    from megatron.training.checkpoint.format.filesystem import Disk
 
     full = FullDisk()
     with mock.patch.object(Disk, "write", lambda *args: full.write(*args)):
@@ -350,7 +350,7 @@ class Payload:
 def load_code(folder: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    from megatron.training.checkpoint.load import DataOnlyPlanner
+    from megatron.training.checkpoint.load.loader import DataOnlyPlanner
 
     dcp.save({"weight": torch.ones(2), "payload": Payload()}, checkpoint_id=str(folder))
     dcp.load({"weight": torch.zeros(2), "payload": 0}, checkpoint_id=str(folder), planner=DataOnlyPlanner())
@@ -363,7 +363,7 @@ def test_code_is_not_run(mcore_ranks1, tmp_path):
 
 
 def test_a_tracker_that_is_not_one(tmp_path):
-    from megatron.training.checkpoint.paths import folder_to_load
+    from megatron.training.checkpoint.format.paths import folder_to_load
 
     assert folder_to_load(tmp_path, None) is None
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
@@ -375,7 +375,7 @@ def test_a_tracker_that_is_not_one(tmp_path):
 
 def test_a_path_that_is_no_folder_of_checkpoints(tmp_path):
     """Starting anew, as where there is nothing yet, would be what nobody wants."""
-    from megatron.training.checkpoint.paths import folder_to_load
+    from megatron.training.checkpoint.format.paths import folder_to_load
 
     (tmp_path / "iter_0000004").mkdir()
     moved = tmp_path / "best"

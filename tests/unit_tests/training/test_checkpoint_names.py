@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.training.checkpoint.entries import open_source
-from megatron.training.checkpoint.forms import to_megatron_lm, to_plain, to_stored
-from megatron.training.checkpoint.write_entries import write_folder
+from megatron.training.checkpoint.offline.key_mapping import to_megatron_lm, to_plain, to_stored
+from megatron.training.checkpoint.offline.lazy_reader import open_source
+from megatron.training.checkpoint.offline.writer import write_folder
 from megatron.training.launch import RunError
 from tests.unit_tests.training.runs import Outcome, train
 
@@ -96,9 +96,9 @@ def test_what_is_in_one_piece_loads_at_its_own_tensor_parallel_size_only(mcore_r
 
 
 def warned(flags: str) -> list[str]:
-    from megatron.training.checkpoint import load
+    from megatron.training.checkpoint.load.loader import loader
 
-    with mock.patch.object(load, "logger") as log:
+    with mock.patch.object(loader, "logger") as log:
         train(RUN + flags)
     return [call.args[0] % call.args[1:] for call in log.warning.call_args_list]
 
@@ -117,7 +117,7 @@ def test_a_value_in_the_place_of_a_tensor_is_told(mcore_ranks1, saved, tmp_path)
 def loaded(flags: str) -> dict[str, dict[str, torch.Tensor]]:
     """The tables of the vocabulary and their moments right after a checkpoint was read."""
     from megatron.training.callbacks import Callback
-    from megatron.training.checkpoint.nested import flattened
+    from megatron.training.checkpoint.format.flatten import flattened
 
     found = {}
 

@@ -19,8 +19,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron.training.checkpoint.entries import Entry, open_source
-from megatron.training.checkpoint.write_entries import write_file, write_folder
+from megatron.training.checkpoint.offline.lazy_reader import Entry, open_source
+from megatron.training.checkpoint.offline.writer import write_file, write_folder
 
 FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
 ROOT = Path(__file__).parents[3]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.training.checkpoint.entries import open_source
+from megatron.training.checkpoint.offline.lazy_reader import open_source
 from tests.unit_tests.training.runs import Outcome, train
 
 FLAGS = (

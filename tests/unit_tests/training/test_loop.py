@@ -219,7 +219,7 @@ def test_a_nan_on_one_rank_stops_every_rank(mcore_ranks2):
 def train_with_an_infinite_norm(flags: str) -> tuple[str, bool]:
     """The error, and whether the weights have stayed what they were."""
     from megatron.training import step
-    from megatron_fsdp import grad_norm
+    from megatron_fsdp.optim import grad_norm
 
     kept = []
     train_step = step.train_step

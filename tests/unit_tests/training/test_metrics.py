@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from megatron.training.config.schema import LoggerConfig
-from megatron.training.console import Console
 from megatron.training.evaluate import Evaluation
-from megatron.training.metrics import Record, Totals, format_evaluation, format_line
-from megatron.training.progress import LiveProgress, figures
+from megatron.training.reporting.console import Console
+from megatron.training.reporting.metrics import Record, Totals, format_evaluation, format_line
+from megatron.training.reporting.progress import LiveProgress, figures
+from megatron.training.reporting.tensorboard import points
 from megatron.training.step import StepResult
-from megatron.training.tensorboard import points
 
 RECORD = Record(
     iteration=40,

@@ -50,9 +50,9 @@ def save_and_load(folder: Path) -> dict[str, float]:
     """Pieces written and values read by this rank, and CPU seconds of all but writing and reading them."""
     from torch.distributed.checkpoint import FileSystemReader
 
-    from megatron.training.checkpoint.files import FilesWriter
-    from megatron.training.checkpoint.load import load_checkpoint
-    from megatron.training.checkpoint.save import Saver
+    from megatron.training.checkpoint.load.loader import load_checkpoint
+    from megatron.training.checkpoint.save.saver import Saver
+    from megatron.training.checkpoint.save.storage_writer import FilesWriter
 
     figures = {"writing": 0.0, "reading": 0.0, "pieces": 0, "reads": 0}
 
@@ -125,8 +125,8 @@ def peak_of(function) -> int:
 
 def peaks(folder: Path) -> tuple[int, int, int]:
     """Bytes of this rank's shard, and what saving and loading it take besides."""
-    from megatron.training.checkpoint.load import load_checkpoint
-    from megatron.training.checkpoint.save import Saver
+    from megatron.training.checkpoint.load.loader import load_checkpoint
+    from megatron.training.checkpoint.save.saver import Saver
 
     with built(folder, Many(24, 1024, 1024)) as run:
         run.optimizer.fqn_state_dict()
@@ -161,8 +161,8 @@ class CopyingPlanner:
 def test_a_tensor_on_its_way_to_a_file_is_gone_when_the_next_one_comes(tmp_path):
     from torch.distributed.checkpoint import DefaultSavePlanner
 
-    from megatron.training.checkpoint.disk import Disk
-    from megatron.training.checkpoint.files import FilesWriter
+    from megatron.training.checkpoint.format.filesystem import Disk
+    from megatron.training.checkpoint.save.storage_writer import FilesWriter
 
     planner, copies = DefaultSavePlanner(), CopyingPlanner()
     planner.set_up_planner({str(at): torch.ones(5) for at in range(20)}, is_coordinator=True)
@@ -177,7 +177,7 @@ def test_what_is_large_is_read_in_several_threads(tmp_path):
 
     import torch.distributed.checkpoint as dcp
 
-    from megatron.training.checkpoint import plain_data
+    from megatron.training.checkpoint.format import safe_unpickle
 
     class Planner(dcp.DefaultLoadPlanner):
         def commit_tensor(self, read_item, tensor):
@@ -189,14 +189,14 @@ def test_what_is_large_is_read_in_several_threads(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
-        with mock.patch.object(plain_data, "_THREAD_NBYTES", 20_000):
-            dcp.load(read, storage_reader=plain_data.PlainReader(tmp_path), planner=Planner(), no_dist=True)
+        with mock.patch.object(safe_unpickle, "_THREAD_NBYTES", 20_000):
+            dcp.load(read, storage_reader=safe_unpickle.PlainReader(tmp_path), planner=Planner(), no_dist=True)
     assert all(torch.equal(read[name], value) for name, value in saved.items())
     assert 2 <= len(readers) <= 8 and sum(map(len, readers.values())) == 19
 
 
 def test_threads_use_the_gpu_of_their_rank():
-    from megatron.training.checkpoint.files import on_this_device
+    from megatron.training.checkpoint.save.storage_writer import on_this_device
 
     with (
         mock.patch.object(torch.cuda, "is_initialized", lambda: True),
@@ -214,7 +214,7 @@ def test_a_shared_place_is_read_anew_for_another_dtype_or_shape(tmp_path):
 
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
-    from megatron.training.checkpoint.planning import same_places
+    from megatron.training.checkpoint.save.dedup_planner import same_places
 
     place = SimpleNamespace(relative_path="__0_0.distcp", offset=0, length=9)
     wanted = {

@@ -101,7 +101,7 @@ def test_a_folder_that_cannot_be_written_ends_all_ranks_before_the_model_is_buil
 
 
 def fail_on(bad: int) -> None:
-    from megatron.training.agree import on_every_rank
+    from megatron.training.collective_errors import on_every_rank
 
     def work() -> int:
         if dist.get_rank() >= bad:

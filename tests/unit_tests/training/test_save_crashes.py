@@ -15,12 +15,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
-from megatron.training.checkpoint import manifest
-from megatron.training.checkpoint.damage import changed_files, damage
-from megatron.training.checkpoint.disk import Disk, FileFacts
-from megatron.training.checkpoint.files import FilesWriter, described
-from megatron.training.checkpoint.paths import TRACKER, all_hidden, folder_to_load, read_tracker
-from megatron.training.checkpoint.publish import begin, publish, retain
+from megatron.training.checkpoint.format import manifest
+from megatron.training.checkpoint.format.filesystem import Disk, FileFacts
+from megatron.training.checkpoint.format.integrity import changed_files, damage
+from megatron.training.checkpoint.format.paths import TRACKER, all_hidden, folder_to_load, read_tracker
+from megatron.training.checkpoint.save.publish import begin, publish, retain
+from megatron.training.checkpoint.save.storage_writer import FilesWriter, described
 from tests.unit_tests.harness.crashing_disk import CrashingDisk
 
 EVERY_POINT = os.environ.get("MEGATRON_TRAINING_EVERY_CRASH") == "1"

@@ -18,8 +18,8 @@ RUN = "--train-iters 6 "
 
 def run_killed(folder: Path, flags: str, victim: int, method: str, count: int) -> None:
     """A run that saves at 2 and 4, in whose second save rank `victim` gets SIGKILL at call `count` of `method`."""
-    from megatron.training.checkpoint.background import WriterProcess
-    from megatron.training.checkpoint.disk import Disk
+    from megatron.training.checkpoint.format.filesystem import Disk
+    from megatron.training.checkpoint.save.async_writer import WriterProcess
 
     owner = WriterProcess if method == "start" else Disk
     whole, calls = getattr(owner, method), []

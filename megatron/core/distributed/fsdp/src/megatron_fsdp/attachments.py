@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from megatron_fsdp.checkpoint import StateDictHooks
 from megatron_fsdp.diagnostics.forward_guard import ForwardGuard
 from megatron_fsdp.diagnostics.hang_report import report_hangs
 from megatron_fsdp.diagnostics.refusals import refuse_hooks, refuse_moves
 from megatron_fsdp.runtime.hooks import install_hooks
 from megatron_fsdp.runtime.schedule import Schedule
+from megatron_fsdp.state_dict.hooks import StateDictHooks
 
 
 def attach(root: nn.Module, schedule: Schedule, owner: Callable[[], Any]) -> StateDictHooks:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_fsdp.arguments import check_arguments, check_experts
+from megatron_fsdp.build.check_arguments import check_arguments, check_experts
 from megatron_fsdp.config import (
     DEFAULT_POLICY,
     DistributedDataParallelConfig,
@@ -25,9 +25,9 @@ from megatron_fsdp.config import (
 from megatron_fsdp.machine.device import default_device_type, join_device
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.optimizer import fully_shard_optimizer
-from megatron_fsdp.optimizer_kinds import check_before_sharding
-from megatron_fsdp.optimizer_state import shard_state
+from megatron_fsdp.optim.kinds import check_before_sharding
+from megatron_fsdp.optim.optimizer import fully_shard_optimizer
+from megatron_fsdp.optim.state import shard_state
 from megatron_fsdp.plan.strategy import NO_SHARD, OUTER_STRATEGIES
 
 __all__ = ["ShardingStrategy", "fully_shard", "fully_shard_model", "fully_shard_optimizer"]

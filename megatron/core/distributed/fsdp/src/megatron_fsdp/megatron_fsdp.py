@@ -14,30 +14,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.arguments import check_arguments
 from megatron_fsdp.attachments import attach
-from megatron_fsdp.checkpoint import names_inner_module
+from megatron_fsdp.build.build_units import BuildRequest, build_units, grad_scales
+from megatron_fsdp.build.check_arguments import check_arguments
+from megatron_fsdp.build.find_units import UnitPlan
 from megatron_fsdp.config import DEFAULT_POLICY, DistributedDataParallelConfig, MixedPrecisionPolicy, default_config
 from megatron_fsdp.diagnostics.nan_report import NanReport, NonFiniteGradientError
 from megatron_fsdp.diagnostics.overlap_report import OverlapReport
 from megatron_fsdp.diagnostics.step_guard import StepGuard
 from megatron_fsdp.diagnostics.summary import build_summary
-from megatron_fsdp.dtensor import make_sharded_param, tensor_parallel_group
-from megatron_fsdp.full_params import full_params
-from megatron_fsdp.full_state_dict import check_is_whole, full_state_dict, whole_shards
-from megatron_fsdp.grad_norm import clip_grad_norm
+from megatron_fsdp.dtensor.shard_spec import make_sharded_param, tensor_parallel_group
+from megatron_fsdp.dtensor.tensor_parallel_checks import check_replicas, check_tensor_parallel
 from megatron_fsdp.machine.allocator import ResizePool, StoragePool
 from megatron_fsdp.machine.device import Device
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.machine.torch_compat import uncompiled
+from megatron_fsdp.optim.grad_norm import clip_grad_norm
 from megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_fsdp.plan.strategy import Placement
-from megatron_fsdp.runtime.build import BuildRequest, build_units, grad_scales
-from megatron_fsdp.runtime.discovery import UnitPlan
-from megatron_fsdp.runtime.moment import check_idle, check_not_taken, showing_sharded
+from megatron_fsdp.runtime.preconditions import check_idle, check_not_taken, showing_sharded
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.storage import make_pool, prepare
-from megatron_fsdp.tensor_parallel_checks import check_replicas, check_tensor_parallel
+from megatron_fsdp.state_dict.full_params import full_params
+from megatron_fsdp.state_dict.full_state_dict import check_is_whole, full_state_dict, whole_shards
+from megatron_fsdp.state_dict.hooks import names_inner_module
 
 logger = logging.getLogger(__name__)
 

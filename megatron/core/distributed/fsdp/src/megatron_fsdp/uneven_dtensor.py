@@ -1,7 +1,7 @@
 """Public helpers for DTensors whose ranks hold any number of rows: chunk metadata, full tensors, splits.
 
-Why torch alone is not enough, and what the metadata is for, is told in `dtensor_chunks.py`. The engine knows its layout
-and calls `attach_chunk_metadata`; the functions here that communicate are for DTensors of unknown origin.
+Why torch alone is not enough, and what the metadata is for, is told in `dtensor/chunk_metadata.py`. The engine knows its
+layout and calls `attach_chunk_metadata`; the functions here that communicate are for DTensors of unknown origin.
 """
 
 import warnings
@@ -12,9 +12,9 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate
 
-from .dtensor_chunks import attach_chunk_metadata, attached_chunk, cuts_of, cutting_axes
-from .dtensor_gather import check_cover, compute_chunks, gather_rows, sum_into_place
-from .machine.torch_compat import local_tensor
+from megatron_fsdp.dtensor.chunk_metadata import attach_chunk_metadata, attached_chunk, cuts_of, cutting_axes
+from megatron_fsdp.dtensor.uneven_gather import check_cover, compute_chunks, gather_rows, sum_into_place
+from megatron_fsdp.machine.torch_compat import local_tensor
 
 __all__ = [
     "attach_chunk_metadata",

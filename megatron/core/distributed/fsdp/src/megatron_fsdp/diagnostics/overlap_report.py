@@ -11,7 +11,7 @@ from types import TracebackType
 
 from megatron_fsdp.machine.device import PeakMemory
 from megatron_fsdp.runtime.schedule import Schedule
-from megatron_fsdp.runtime.watch import Kind, Spent
+from megatron_fsdp.runtime.timeline import Kind, Spent
 
 _MIB = 2**20
 _OUTSIDE = "(outside units)"

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import torch
 
+from megatron_fsdp.build.copy_engine_setup import offered_nbytes
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.allocator import SlotPool, StoragePool
-from megatron_fsdp.plan.slots import PoolSlot
+from megatron_fsdp.plan.double_buffer import PoolSlot
 from megatron_fsdp.plan.strategy import NO_SHARD
-from megatron_fsdp.runtime.peers import offered_nbytes
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.storage import storage_needs
 from megatron_fsdp.runtime.unit import Unit

@@ -13,7 +13,7 @@ import torch
 
 from megatron_fsdp.machine.torch_compat import storage_id
 from megatron_fsdp.machine.user_buffers import Memory
-from megatron_fsdp.plan.slots import PoolSlot
+from megatron_fsdp.plan.double_buffer import PoolSlot
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +83,8 @@ class ResizePool:
 class SlotPool:
     """Lends the memory of fixed slots to storages that take turns in it.
 
-    The slot of a storage is always the same one, a function of the units (`plan/slots.py`), but its tensor is its own:
-    what a slot lends is the memory under a storage. So a view that autograd has saved is right again when its unit is
+    The slot of a storage is always the same one, a function of the units (`plan/double_buffer.py`), but its tensor
+    is its own: what a slot lends is the memory under a storage. So a view that autograd has saved is right again when its unit is
     gathered again, and a slot that is still taken does no harm: the storage gets memory elsewhere, and `overflows`
     counts it. Slots are handed from one storage to the next on one stream, which has waited for the last reader.
     """

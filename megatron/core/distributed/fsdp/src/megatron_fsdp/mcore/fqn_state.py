@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.optimizer_state import mark_state
+from megatron_fsdp.optim.state import mark_state
 
 #: Options that say how a step is computed here, not what it computes.
 _IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")

@@ -9,10 +9,10 @@ from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.module import param_is_not_shared
 
-from megatron_fsdp import grad_norm
 from megatron_fsdp.mcore import fqn_state, param_groups
 from megatron_fsdp.mcore.process_groups import grad_stats_group
 from megatron_fsdp.mcore.unwrap import unwrap_model
+from megatron_fsdp.optim import grad_norm
 
 
 class FullyShardedOptimizer(MixedPrecisionOptimizer):

@@ -7,8 +7,8 @@ from megatron.core.optimizer import _get_param_groups
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
-from megatron_fsdp.optimizer import prepare_steps
-from megatron_fsdp.optimizer_state import create_state
+from megatron_fsdp.optim.optimizer import prepare_steps
+from megatron_fsdp.optim.state import create_state
 
 ConfigOverrides = dict[ParamKey, ParamGroupOverride]
 

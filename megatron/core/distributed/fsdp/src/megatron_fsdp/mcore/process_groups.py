@@ -9,7 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.config import strategy_name
-from megatron_fsdp.dtensor import tensor_parallel_group
+from megatron_fsdp.dtensor.shard_spec import tensor_parallel_group
 from megatron_fsdp.machine.device import default_device_type
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.machine.torch_compat import memberships

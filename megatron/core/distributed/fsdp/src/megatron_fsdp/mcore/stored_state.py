@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp.dtensor import ShardSpec
+from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.mcore.fused_parts import fused_parts
 from megatron_fsdp.mcore.parallel_layout import partition_dim
 from megatron_fsdp.mcore.stored_names import Piece, Surroundings, stored_name, stored_pieces

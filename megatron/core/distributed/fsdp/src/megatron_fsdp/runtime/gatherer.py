@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_fsdp.machine.device import Device, Event
+from megatron_fsdp.runtime.timeline import Kind, Watch
 from megatron_fsdp.runtime.unit import Unit
-from megatron_fsdp.runtime.watch import Kind, Watch
 
 
 class Gatherer:

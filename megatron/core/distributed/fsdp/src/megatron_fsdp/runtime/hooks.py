@@ -16,7 +16,7 @@ from torch import nn
 
 from megatron_fsdp.machine.torch_compat import base_of, graph_task, in_backward, uncompiled, version_of
 from megatron_fsdp.runtime import linear_grads
-from megatron_fsdp.runtime.moment import check_not_taken
+from megatron_fsdp.runtime.preconditions import check_not_taken
 from megatron_fsdp.runtime.schedule import Call, Schedule
 from megatron_fsdp.runtime.unit import Unit
 

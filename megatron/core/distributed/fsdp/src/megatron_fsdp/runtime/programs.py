@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.plan import program as plan
+from megatron_fsdp.plan.double_buffer import SLOTS
 from megatron_fsdp.plan.program import AT, DRAIN, ENTER, GATHER, REDUCE, Program, Token, Trace
-from megatron_fsdp.plan.slots import SLOTS
 from megatron_fsdp.runtime.consensus import Consensus
 from megatron_fsdp.runtime.unit import Unit, contains
 

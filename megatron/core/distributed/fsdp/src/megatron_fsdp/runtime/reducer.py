@@ -11,8 +11,8 @@ import torch
 
 from megatron_fsdp.machine.collectives import GradScale
 from megatron_fsdp.machine.device import Device, Event
+from megatron_fsdp.runtime.timeline import Kind, Watch
 from megatron_fsdp.runtime.unit import Unit
-from megatron_fsdp.runtime.watch import Kind, Watch
 from megatron_fsdp.state.flat_buffer import FlatBuffer
 from megatron_fsdp.state.main_grad import GradState
 from megatron_fsdp.state.param_group import ParamGroup

@@ -28,8 +28,8 @@ from megatron_fsdp.runtime.consensus import Consensus
 from megatron_fsdp.runtime.gatherer import Gatherer
 from megatron_fsdp.runtime.programs import Compiled, Key, Programs
 from megatron_fsdp.runtime.reducer import Reducer
+from megatron_fsdp.runtime.timeline import Watch
 from megatron_fsdp.runtime.unit import Unit
-from megatron_fsdp.runtime.watch import Watch
 from megatron_fsdp.state.param_group import ParamGroup
 
 #: Of the memory that the first step leaves free, what residency may take; the rest is left to fragments.

@@ -13,7 +13,7 @@ from megatron_fsdp.config import BufferPolicy, EngineConfig
 from megatron_fsdp.machine.allocator import SlotPool, StoragePool
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.machine.user_buffers import Memory, OrdinaryMemory, RegionMemory, UserBuffers
-from megatron_fsdp.plan.slots import Footprint, PoolSlot, assign_slots
+from megatron_fsdp.plan.double_buffer import Footprint, PoolSlot, assign_slots
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Unit, contains
 

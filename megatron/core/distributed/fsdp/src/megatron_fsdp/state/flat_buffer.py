@@ -11,7 +11,7 @@ import torch
 
 from megatron_fsdp.machine import collectives
 from megatron_fsdp.machine.collectives import NO_SCALE, Axis, GradScale
-from megatron_fsdp.machine.peer_gather import PeerGather
+from megatron_fsdp.machine.copy_engine import PeerGather
 from megatron_fsdp.plan.layout import Layout, RowRange
 from megatron_fsdp.plan.strategy import COLLECTIVE, AxisPair, Placement, moves
 

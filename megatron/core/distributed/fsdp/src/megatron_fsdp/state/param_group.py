@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_fsdp.machine.allocator import StoragePool
-from megatron_fsdp.machine.peer_gather import PeerGather
+from megatron_fsdp.machine.copy_engine import PeerGather
 from megatron_fsdp.machine.torch_compat import storage_id
 from megatron_fsdp.plan.layout import Layout
 from megatron_fsdp.plan.strategy import REPLICATED, StrategyPlan

@@ -1,0 +1,1 @@
+"""DTensors over uneven shards: their layout, chunk metadata, and exchange between ranks."""

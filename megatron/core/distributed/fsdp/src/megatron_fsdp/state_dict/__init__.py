@@ -1,0 +1,1 @@
+"""State dicts of sharded models, and whole parameters for a while."""

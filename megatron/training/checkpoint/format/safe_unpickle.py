@@ -1,0 +1,233 @@
+"""Reading a checkpoint's pickles as data: nothing that a file names is imported, called or looked up but what is here.
+
+torch's distributed checkpoint keeps its index in a pickle (`.metadata`), Megatron-LM the arguments of a run (`args`).
+Everything else in a checkpoint is read by torch's own reader of plain data (`weights_only=True`).
+"""
+
+import argparse
+import io
+import pathlib
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint.filesystem as dcp_files
+import torch.distributed.checkpoint.metadata as dcp_metadata
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from megatron.training.checkpoint.format.validate_metadata import check_index
+from megatron.training.checkpoint.save.storage_writer import on_this_device
+
+METADATA = ".metadata"
+
+_MOST_THREADS = 8
+_THREAD_NBYTES = 256 << 20
+"""A rank that reads more takes another thread."""
+
+
+def _path(*parts: str) -> str:
+    return str(pathlib.PurePosixPath(*map(str, parts)))
+
+
+def _layout(name: str) -> torch.layout:
+    return {"torch.strided": torch.strided}[name]
+
+
+_HARMLESS: dict[tuple[str, str], object] = {
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _layout,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    **dict.fromkeys((("pathlib", name) for name in ("PosixPath", "WindowsPath", "PurePosixPath")), _path),
+    **dict.fromkeys((("pathlib._local", name) for name in ("PosixPath", "WindowsPath", "PurePosixPath")), _path),
+}
+"""What both kinds of pickle may name; paths become text, since one of another system cannot be made."""
+
+_OF_METADATA: dict[tuple[str, str], object] = {
+    **{
+        (dcp_metadata.__name__, name): getattr(dcp_metadata, name)
+        for name in (
+            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        )
+    },
+    (dcp_files.__name__, "_StorageInfo"): dcp_files._StorageInfo,
+}  # fmt: skip
+
+
+class _Allowed(pickle.Unpickler):
+    """Makes objects of the allowed kinds only."""
+
+    def __init__(self, stream: io.BufferedIOBase, allowed: Mapping[tuple[str, str], object]):
+        super().__init__(stream)
+        self._allowed = {**_HARMLESS, **allowed}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What `module.name` stands for. UnpicklingError for anything that is not on the list."""
+        found = self._allowed.get((module, name))
+        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            found = getattr(torch, name)
+        return self.unknown(module, name) if found is None else found
+
+    def unknown(self, module: str, name: str) -> Any:
+        """Raises UnpicklingError."""
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which the index of a checkpoint has no use for")
+
+
+class Opaque:
+    """A value of a class that stays unknown: what the file says of it, and none of its code."""
+
+    origin = ""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Opaque":
+        made = super().__new__(cls)
+        made.args = args
+        return made
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__["state"] = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def append(self, value: Any) -> None:
+        """Takes no notice: the value is of no known kind."""
+
+    def extend(self, values: Any) -> None:
+        """Takes no notice: the value is of no known kind."""
+
+    def __repr__(self) -> str:
+        return f"<{self.origin}>"
+
+
+class _Arguments(_Allowed):
+    def unknown(self, module: str, name: str) -> Any:
+        return type(name, (Opaque,), {"origin": f"{module}.{name}"})
+
+    def persistent_load(self, pid: Any) -> Opaque:
+        return Opaque(pid)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The index of a checkpoint: names, shapes, and where the bytes are.
+
+    Raises:
+        ValueError: it is damaged, or names what an index does not consist of, or files outside the folder.
+        OSError: it cannot be read.
+    """
+    with open(folder / METADATA, "rb") as stream:
+        try:
+            metadata = _Allowed(stream, _OF_METADATA).load()
+        except Exception as error:  # noqa: BLE001  (damaged bytes can raise anything)
+            raise ValueError(f"{METADATA} cannot be read ({error!r})") from error
+    check_index(metadata, METADATA)
+    return metadata
+
+
+class PlainReader(FileSystemReader):
+    """torch's reader, with an index that is read as data, once.
+
+    Args:
+        folder: the checkpoint.
+        metadata: its index, if it has been read.
+    """
+
+    def __init__(self, folder: Path, metadata: Metadata | None = None):
+        super().__init__(str(folder))
+        self._folder, self._metadata = folder, metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index of the checkpoint."""
+        metadata = self._metadata or read_metadata(self._folder)
+        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
+        """Reads what is planned, large parts of it in several threads, each of which has one stored piece at a time."""
+        sizes = {id(item): self.storage_data[item.storage_index].length for item in plan.items}
+        parts: list[list[ReadItem]] = [[] for _ in range(min(_MOST_THREADS, 1 + sum(sizes.values()) // _THREAD_NBYTES))]
+        loads = [0] * len(parts)
+        for item in sorted(plan.items, key=lambda item: -sizes[id(item)]):
+            least = loads.index(min(loads))
+            parts[least].append(item)
+            loads[least] += sizes[id(item)]
+        read = super().read_data
+        with ThreadPoolExecutor(len(parts), initializer=on_this_device()) as threads:
+            for done in threads.map(lambda items: read(replace(plan, items=items), planner), parts):
+                done.wait()
+        return done
+
+
+def stored_bytes(folder: Path, metadata: Metadata, index: MetadataIndex) -> bytes:
+    """What is stored of one tensor's chunk or one value, as `torch.save` wrote it."""
+    place = metadata.storage_data[index]
+    with open(folder / place.relative_path, "rb") as stream:
+        stream.seek(place.offset)
+        return stream.read(place.length)
+
+
+def read_value(folder: Path, metadata: Metadata, name: str) -> Any:
+    """A stored value that is no tensor. ValueError if it is damaged, or more than plain data."""
+    try:
+        return torch.load(io.BytesIO(stored_bytes(folder, metadata, MetadataIndex(name))), weights_only=True)
+    except Exception as error:  # noqa: BLE001  (damaged bytes can raise anything)
+        raise ValueError(f"{name} cannot be read ({error!r})") from error
+
+
+def read_arguments(folder: Path, metadata: Metadata) -> dict[str, Any]:
+    """The arguments of the run that saved: what of `args` is plain data; empty if there are none."""
+    if "args" not in metadata.state_dict_metadata:
+        return {}
+    return plain_arguments(stored_bytes(folder, metadata, MetadataIndex("args")))
+
+
+def plain_arguments(saved: bytes) -> dict[str, Any]:
+    """The plain values of an `argparse.Namespace` that was saved by `torch.save`. ValueError if it is none.
+
+    An enumeration's member becomes its value, other objects are left out.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(saved)) as archive:
+            pickled = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            allowed = {("argparse", "Namespace"): argparse.Namespace}
+            made = _Arguments(io.BytesIO(archive.read(pickled)), allowed).load()
+    except Exception as error:  # noqa: BLE001  (damaged bytes can raise anything)
+        raise ValueError(f"args cannot be read ({error!r})") from error
+    if not isinstance(made, argparse.Namespace):
+        raise ValueError(f"args is no argparse.Namespace but {type(made).__name__}")
+    plain = {name: _plain(value) for name, value in vars(made).items()}
+    return {name: value for name, value in plain.items() if not isinstance(value, Opaque)}
+
+
+_KEEP: tuple[type, ...] = (bool, int, float, str, type(None), torch.dtype)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, _KEEP):
+        return value
+    if isinstance(value, (list, tuple)):
+        return _all_plain(value, lambda items: type(value)(items))
+    if isinstance(value, dict):
+        return _all_plain(value.values(), lambda items: dict(zip(value, items, strict=True)))
+    if isinstance(value, Opaque) and len(value.args) == 1 and isinstance(value.args[0], _KEEP):
+        return value.args[0]
+    return value if isinstance(value, Opaque) else Opaque()
+
+
+def _all_plain(values: Any, build: Callable[[list], Any]) -> Any:
+    items = [_plain(value) for value in values]
+    return Opaque() if any(isinstance(item, Opaque) for item in items) else build(items)

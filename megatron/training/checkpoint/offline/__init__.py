@@ -1,0 +1,1 @@
+"""Checkpoints without a run: what tools/checkpoint.py uses."""

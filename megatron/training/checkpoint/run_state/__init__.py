@@ -1,0 +1,1 @@
+"""What a run stores in a checkpoint."""

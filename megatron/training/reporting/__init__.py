@@ -1,0 +1,1 @@
+"""Reports of a run: log lines, TensorBoard, live progress."""
