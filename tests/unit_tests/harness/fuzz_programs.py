@@ -228,7 +228,7 @@ class _Trees:
         self._chance = chance
         self._has_coins = has_coins
         """Ranks may leave out different parts. Then gradients flow through everything that runs (there is a stem), and
-        the first forward shows it: see "Schedule" in docs/architecture.md."""
+        the first forward shows it: see "Schedule" in docs/internals.md."""
         self._has_frozen = chance.random() < 0.3
         self._has_half = chance.random() < 0.1
         self._has_recompute = chance.random() < 0.4

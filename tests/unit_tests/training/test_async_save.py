@@ -90,7 +90,7 @@ def run_until(fault, flags: str) -> tuple[str, int, list[str]]:
 
 def fail_on_rank_1(folder: Path) -> tuple[str, int, list[str]]:
     """The second checkpoint cannot be written by rank 1, whose process is told of a folder that is not there."""
-    from megatron.training.checkpoint.save.saver import async_writer
+    from megatron.training.checkpoint.save import async_writer
 
     stage = async_writer.stage
 
@@ -117,7 +117,7 @@ def test_a_write_that_fails_in_the_background_ends_every_rank(mcore_ranks2, tmp_
 
 def lose_the_process(folder: Path) -> tuple[str, int, list[str], int]:
     """The process is killed once the checkpoint of iteration 1 is published; that of iteration 2 is due later."""
-    from megatron.training.checkpoint.save.saver import saver
+    from megatron.training.checkpoint.save import saver
 
     processes = []
 
@@ -163,7 +163,7 @@ def test_what_is_being_written_is_waited_for_when_all_ranks_fail_alike(mcore_ran
 
 
 def test_memory_is_shared_grows_and_holds_any_dtype():
-    from megatron.training.checkpoint.save.saver import shared_memory
+    from megatron.training.checkpoint.save import shared_memory
     from megatron.training.checkpoint.save.shared_memory import SharedMemory, StagedTensor
 
     memory = SharedMemory()

@@ -174,7 +174,7 @@ def test_a_run_is_warned_before_it_replaces_newer_checkpoints(mcore_ranks1, dama
 
 def save_beside(folder: Path) -> list[str]:
     """The warnings of a run that saves at 1, 2 and 3, when another one has saved after 1."""
-    from megatron.training.checkpoint.save.saver import saver
+    from megatron.training.checkpoint.save import saver
 
     def publish(disk, partial, *rest):
         published = whole(disk, partial, *rest)

@@ -96,7 +96,7 @@ def test_what_is_in_one_piece_loads_at_its_own_tensor_parallel_size_only(mcore_r
 
 
 def warned(flags: str) -> list[str]:
-    from megatron.training.checkpoint.load.loader import loader
+    from megatron.training.checkpoint.load import loader
 
     with mock.patch.object(loader, "logger") as log:
         train(RUN + flags)
