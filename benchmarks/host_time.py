@@ -46,7 +46,7 @@ PARTS = {
     "gathers": (Gatherer, ("gather", "refresh", "reshard")),
     "event waits": (Gatherer, ("wait_for",)),
     "reductions": (Reducer, ("reduce", "finalize", "drain", "wait")),
-    "view swaps": (Unit, ("show_raw", "show_sharded")),
+    "view swaps": (Unit, ("show_unsharded", "show_sharded")),
     "checks": (Unit, ("lends",)),
 }
 """What --parts counts: name -> (class, methods)."""

@@ -218,7 +218,7 @@ def assert_resting(model: Any, lenders: Sequence[Any] = ()) -> None:
     for group in model.param_and_grad_buffer.parameter_groups:
         if group.plan.gathers_weights and group not in kept:
             assert not group.is_unsharded, f"{group.facts.fqns} are still gathered"
-            sizes = [raw.untyped_storage().size() for raw in group.params if type(raw.data) is torch.Tensor]
+            sizes = [param.untyped_storage().size() for param in group.params if type(param.data) is torch.Tensor]
             assert is_poisoned(model) or not any(sizes), f"{group.facts.fqns} keep their full storage: {sizes} bytes"
 
 

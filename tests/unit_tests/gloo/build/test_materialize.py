@@ -154,11 +154,11 @@ def watch_memory():
     def watched(plan, device):
         materialize(plan, device)
         alive.append(full_bytes(module))
-        own.append(sum(param.raw.numel() * 4 for param in plan.params))
+        own.append(sum(param.unsharded.numel() * 4 for param in plan.params))
 
     with mock.patch.object(build_units, "materialize", watched):
         model = shard_meta(module, "tests.unit_tests.harness.models.MLPBlock", is_poisoned=False)
-    left = [param.raw.untyped_storage().nbytes() for unit in model._schedule.units for param in unit.params]
+    left = [param.unsharded.untyped_storage().nbytes() for unit in model._schedule.units for param in unit.params]
     return alive, own, left
 
 

@@ -130,21 +130,21 @@ MOVES: list[tuple[Callable[[Containers], None], str]] = [
 ]
 
 
-def check_moves(shows_raw: bool) -> None:
+def check_moves(shows_unsharded: bool) -> None:
     """What changes places raises at the next forward, also while the root shows its whole weights."""
     for change, message in MOVES:
         model = shard(Containers(), Sharding(units=(nn.Sequential,)))
         loss = model(torch.ones(1, 4)).sum()
-        if not shows_raw:
+        if not shows_unsharded:
             loss.backward()
         change(model.module)
         with no_collectives(), pytest.raises(RuntimeError, match=message):
             model(torch.ones(1, 4))
 
 
-@pytest.mark.parametrize("shows_raw", [False, True])
-def test_parts_that_have_changed_places_are_refused(ranks2: RankPool, shows_raw: bool) -> None:
-    ranks2.run(check_moves, shows_raw)
+@pytest.mark.parametrize("shows_unsharded", [False, True])
+def test_parts_that_have_changed_places_are_refused(ranks2: RankPool, shows_unsharded: bool) -> None:
+    ranks2.run(check_moves, shows_unsharded)
 
 
 def check_late_changes(is_strict: str) -> None:

@@ -105,7 +105,9 @@ def alive_after(use: Callable[[Any, Any], None], strategy: int) -> list[str]:
             "grad": group.main_grad_buffer,
         }
         refs |= {f"{group.facts.name} {name}": weakref.ref(buffer.data) for name, buffer in tensors.items()}
-        refs |= {f"raw {name}": weakref.ref(raw) for name, raw in zip(group.facts.fqns, group.params, strict=True)}
+        refs |= {
+            f"unsharded {name}": weakref.ref(param) for name, param in zip(group.facts.fqns, group.params, strict=True)
+        }
     refs |= {f"sharded {name}": weakref.ref(param) for name, param in model.named_parameters()}
     del model, optimizer, groups, group, tensors
     deadline = time.monotonic() + 2.0  # gloo's own thread lets go of the last collective's tensors a moment later

@@ -73,7 +73,7 @@ def job_storages(task: str, units: tuple | None) -> list[list[str]]:
     managed = model.param_and_grad_buffer.managed_params
 
     def full() -> list[str]:
-        return sorted(param.fqn for param in managed if param.raw.untyped_storage().size())
+        return sorted(param.fqn for param in managed if param.unsharded.untyped_storage().size())
 
     stages = [full()]
     handle = model.module.head.register_forward_pre_hook(lambda *_: stages.append(full()))
@@ -158,7 +158,7 @@ def _leaks(case: Case) -> dict[str, bool]:
         "weight": weakref.ref(groups[0].model_weight_buffer.data),
         "main_weight": weakref.ref(groups[0].main_weight_buffer.data),
         "gradient": weakref.ref(groups[-1].main_grad_buffer.data),
-        "raw": weakref.ref(groups[0].params[0]),
+        "unsharded": weakref.ref(groups[0].params[0]),
         "sharded": weakref.ref(next(model.parameters())),
     }
     del model, optimizer, groups

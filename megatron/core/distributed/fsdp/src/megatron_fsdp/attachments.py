@@ -27,7 +27,7 @@ def attach(root: nn.Module, schedule: Schedule, owner: Callable[[], Any]) -> Sta
     """
     for param in (param for unit in schedule.units for param in unit.params):
         param.sharded._megatron_fsdp_owner = owner  # how an optimizer finds the model
-        param.raw.__fsdp_param__ = True  # read by megatron-core
+        param.unsharded.__fsdp_param__ = True  # read by megatron-core
         refuse_hooks(param.sharded, param.fqn)
     refuse_moves(root, owner)
     if schedule.config.hang_report_s:

@@ -135,12 +135,12 @@ class MegatronFSDP(nn.Module):
         prepare(request.pool, schedule)
         owner = weakref.ref(self)  # parameters do not keep the model alive
         for unit in units:
-            by_raw = {id(param.raw): param for param in unit.params}
+            by_unsharded = {id(param.unsharded): param for param in unit.params}
             for group in unit.groups:
-                for slot, raw in enumerate(group.params):
-                    param = by_raw[id(raw)]
+                for slot, unsharded in enumerate(group.params):
+                    param = by_unsharded[id(unsharded)]
                     param.sharded = make_sharded_param(param, group, slot, self.dist_index)
-                    raw.grad = None  # what the unsharded model left, out of reach now, would be added to
+                    unsharded.grad = None  # what the unsharded model left, out of reach now, would be added to
             unit.show_sharded()
         check_replicas({param.fqn: param.sharded for unit in units for param in unit.params})
         self.param_and_grad_buffer = ParamAndGradBuffer(

@@ -31,16 +31,16 @@ class ParamAndGradBuffer:
         self.parameter_groups: list[ParamGroup] = [group for unit in schedule.units for group in unit.groups]
         self.managed_params: list[ManagedParam] = [param for unit in schedule.units for param in unit.params]
         """Every parameter, once."""
-        managed = {id(param.raw): param for param in self.managed_params}
+        managed = {id(param.unsharded): param for param in self.managed_params}
         groups = [group for group in self.parameter_groups if group.main_grad is not None]
-        self._trained = [(group, managed[id(raw)]) for group in groups for raw in group.params]
+        self._trained = [(group, managed[id(param)]) for group in groups for param in group.params]
         self._main_grads: list[MainGrad] = [group.main_grad for group in groups]
         attribute, wait = (
             "decoupled_grad" if use_decoupled_grad else "grad",
             weakref.WeakMethod(schedule.wait_for_reductions),
         )
         for group in groups:
-            group.main_grad.show_on([managed[id(raw)].sharded for raw in group.params], attribute, wait)
+            group.main_grad.show_on([managed[id(param)].sharded for param in group.params], attribute, wait)
 
     @property
     def optimizer_named_parameters(self) -> list[tuple[str, nn.Parameter]]:

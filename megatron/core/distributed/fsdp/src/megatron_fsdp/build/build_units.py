@@ -66,7 +66,7 @@ def plan_and_check(
     params = [param for plan in plans for param in plan.params]
     if not params:
         raise ValueError(f"{type(module).__name__} has no parameters; there is nothing to shard.")
-    on_meta = [param.fqn for param in params if param.raw.is_meta]
+    on_meta = [param.fqn for param in params if param.unsharded.is_meta]
     on_meta += [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if on_meta and not from_meta:
         raise ValueError(
@@ -74,19 +74,19 @@ def plan_and_check(
         )
     if from_meta:
         check_resettable(module)
-    experts = [param.fqn for param in params if is_expert_param(param.raw)]
+    experts = [param.fqn for param in params if is_expert_param(param.unsharded)]
     if experts and not has_expert_mesh:
         raise ValueError(f"{experts[0]} is an expert parameter (allreduce=False); pass expt_device_mesh.")
     for param in params:
-        codec_for(param.raw)
-        if not param.raw.is_floating_point():
-            raise ValueError(f"{param.fqn} has dtype {param.raw.dtype}; parameters must be floating-point.")
-        if _shares_memory(local_part(param.raw)):
+        codec_for(param.unsharded)
+        if not param.unsharded.is_floating_point():
+            raise ValueError(f"{param.fqn} has dtype {param.unsharded.dtype}; parameters must be floating-point.")
+        if _shares_memory(local_part(param.unsharded)):
             raise ValueError(
-                f"{param.fqn} has shape {tuple(param.raw.shape)} and strides {param.raw.stride()}, so that elements "
-                "share memory (an expand()ed view?) and would part once they are sharded; make them elements of their "
-                "own with .clone(memory_format=torch.contiguous_format), or keep the small parameter and expand it in "
-                "forward."
+                f"{param.fqn} has shape {tuple(param.unsharded.shape)} and strides {param.unsharded.stride()}, so that "
+                "elements share memory (an expand()ed view?) and would part once they are sharded; make them elements "
+                "of their own with .clone(memory_format=torch.contiguous_format), or keep the small parameter and "
+                "expand it in forward."
             )
     return plans
 
@@ -176,16 +176,16 @@ def grad_scales(index: FSDPDistributedIndex, config: EngineConfig) -> dict[bool,
 def _plan_groups(plan: UnitPlan, request: BuildRequest) -> tuple[GroupPlan, ...]:
     specs = []
     for param in plan.params:
-        codec = codec_for(param.raw)
+        codec = codec_for(param.unsharded)
         key = GroupKey(
-            codec=(type(codec).__name__, codec.planes(param.raw)),
-            dtype=codec.grad_dtype(param.raw),
-            requires_grad=param.raw.requires_grad,
-            is_expert=is_expert_param(param.raw),
-            is_replicated=is_no_shard(param.raw) or param.raw.dim() == 0,
+            codec=(type(codec).__name__, codec.planes(param.unsharded)),
+            dtype=codec.grad_dtype(param.unsharded),
+            requires_grad=param.unsharded.requires_grad,
+            is_expert=is_expert_param(param.unsharded),
+            is_replicated=is_no_shard(param.unsharded) or param.unsharded.dim() == 0,
         )
-        shape = tuple(local_part(param.raw).shape)
-        specs.append(ParamSpec(shape, key, codec.atom_rows(param.raw), has_single_owner(param.raw)))
+        shape = tuple(local_part(param.unsharded).shape)
+        specs.append(ParamSpec(shape, key, codec.atom_rows(param.unsharded), has_single_owner(param.unsharded)))
     shards = {is_expert: _shard_count(request, is_expert) for is_expert in {spec.key.is_expert for spec in specs}}
     return plan_groups(specs, shards, request.config.bucket_numel if plan.is_root else None)
 
@@ -213,7 +213,7 @@ def _shard_count(request: BuildRequest, is_expert: bool) -> int:
 
 
 def _make_group(plan: UnitPlan, request: BuildRequest, number: int, group: GroupPlan) -> ParamGroup:
-    params = tuple(plan.params[i].raw for i in group.members)
+    params = tuple(plan.params[i].unsharded for i in group.members)
     codec = codec_for(params[0])
     precision = request.config.precision
     main_grads_dtype = precision.main_grads_dtype or codec.grad_dtype(params[0])

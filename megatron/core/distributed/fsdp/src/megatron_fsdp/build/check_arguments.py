@@ -132,7 +132,7 @@ def check_experts(plans: Sequence[UnitPlan], index: FSDPDistributedIndex) -> Non
         ValueError: no parameter is an expert's, though these would have other data-parallel ranks.
     """
     dense, experts = (index.get_dp_group(is_expert).size() for is_expert in (False, True))
-    if dense == experts or any(is_expert_param(param.raw) for plan in plans for param in plan.params):
+    if dense == experts or any(is_expert_param(param.unsharded) for plan in plans for param in plan.params):
         return
     raise ValueError(
         f"expt_device_mesh spreads experts over {experts} data-parallel ranks and device_mesh everything else over "

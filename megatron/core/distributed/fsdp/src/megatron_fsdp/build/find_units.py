@@ -89,7 +89,7 @@ def plan_units(
     chosen = {root, *unit_modules}
     plans = {module: UnitPlan(names[module], module, [], module is root) for module in names if module in chosen}
     for param in _managed_params(root):
-        owner = root if any(param.raw is other for other in root_params) else _owner(param, plans, names, root)
+        owner = root if any(param.unsharded is other for other in root_params) else _owner(param, plans, names, root)
         plans[owner].params.append(param)
     return [plan for plan in plans.values() if plan.params or plan.is_root]
 

@@ -33,9 +33,9 @@ def check_resettable(root: nn.Module) -> None:
 @torch.no_grad()
 def materialize(plan: UnitPlan, device: torch.device) -> None:
     """Gives the unit's meta parameters storage on `device` and has their modules initialise them."""
-    replaced = [param for param in plan.params if param.raw.is_meta]
+    replaced = [param for param in plan.params if param.unsharded.is_meta]
     for param in replaced:
-        _replace(param, torch.empty_like(param.raw, device=device))
+        _replace(param, torch.empty_like(param.unsharded, device=device))
     holders = {place.module() for param in replaced for place in param.places}
     for module in _children_first(plan.module):
         if module in holders:
@@ -43,7 +43,7 @@ def materialize(plan: UnitPlan, device: torch.device) -> None:
     for param in replaced:
         # reset_parameters may have made new Parameters.
         module, name = param.places[0].module(), param.places[0].name
-        if module._parameters[name] is not param.raw:
+        if module._parameters[name] is not param.unsharded:
             _replace(param, module._parameters[name].data)
 
 
@@ -98,8 +98,8 @@ def _meta_buffers(module: nn.Module) -> list[str]:
 
 def _replace(param: ManagedParam, data: torch.Tensor) -> None:
     """Puts a new Parameter of `data`, with the old one's tags, in all its places."""
-    fresh = nn.Parameter(data, requires_grad=param.raw.requires_grad)
-    copy_tags(param.raw, fresh)
-    param.raw = fresh
+    fresh = nn.Parameter(data, requires_grad=param.unsharded.requires_grad)
+    copy_tags(param.unsharded, fresh)
+    param.unsharded = fresh
     for place in param.places:
         place.hold(fresh)

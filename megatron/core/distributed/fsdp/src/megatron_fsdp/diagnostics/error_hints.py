@@ -16,7 +16,7 @@ def explain_stray_read(error: BaseException, owned: Sequence[Owned]) -> None:
     """Adds a note to an error about DTensors that names the parameters which were sharded where it arose."""
     if "DTensor" not in str(error):
         return
-    resting = [(unit, param) for unit, param in owned if not unit.shows_raw]
+    resting = [(unit, param) for unit, param in owned if not unit.shows_unsharded]
     found = _held(error, resting) or _named(error, resting)
     if not found:
         return

@@ -31,7 +31,7 @@ class ForwardGuard:
         self._schedule = weakref.ref(schedule)  # modules' hooks hold the guard, and must not own the model
         self._storages = [storage_id(param.sharded) for _, param in self._owned]
         groups = [group for unit in schedule.units for group in unit.groups]
-        self._copies = {id(raw) for group in groups if group.loses_writes for raw in group.params}
+        self._copies = {id(param) for group in groups if group.loses_writes for param in group.params}
         """Whole weights that are copies of the main weights, by id."""
         self._versions = self._count_writes()
         self._generation = schedule.generation
@@ -68,7 +68,7 @@ class ForwardGuard:
         for unit, param in self._owned:
             for fqn in param.fqns:
                 found = held.pop(fqn, None)
-                if found is not (param.raw if unit.shows_raw else param.sharded):
+                if found is not (param.unsharded if unit.shows_unsharded else param.sharded):
                     how = "removed" if found is None else "replaced"
                     raise RuntimeError(f"{fqn} was {how} after sharding, and would not be trained; {_WHAT_TO_DO}")
         for fqn in held:
@@ -78,7 +78,7 @@ class ForwardGuard:
         for (_, param), storage in zip(self._owned, self._storages, strict=True):
             if storage_id(param.sharded) != storage:
                 raise RuntimeError(f"{param.fqn}.data was set after sharding, which changes nothing; {_WHAT_TO_DO}")
-            if torch.is_grad_enabled() and param.sharded.requires_grad != param.raw.requires_grad:
+            if torch.is_grad_enabled() and param.sharded.requires_grad != param.unsharded.requires_grad:
                 raise RuntimeError(
                     f"{param.fqn}.requires_grad has become {param.sharded.requires_grad} after sharding, which decides "
                     "once whether there is a gradient; freeze parameters before sharding."
@@ -111,7 +111,7 @@ class ForwardGuard:
         """Version counters of every parameter: whole if it is a copy, as DTensor, and as local tensor."""
         return [
             (
-                version_of(param.raw) if id(param.raw) in self._copies else None,
+                version_of(param.unsharded) if id(param.unsharded) in self._copies else None,
                 version_of(param.sharded),
                 version_of(local_tensor(param.sharded)),
             )

@@ -299,9 +299,9 @@ def make_sharded_param(param: ManagedParam, group: ParamGroup, slot: int, index:
     spec = ShardSpec(group, slot, index)
     if group.facts.is_expert and not index.holds_first_experts:
         spec.taken_name = param.fqn
-    sharded = nn.Parameter(spec.wrap(group.main_weight_buffer.view(slot)), requires_grad=param.raw.requires_grad)
+    sharded = nn.Parameter(spec.wrap(group.main_weight_buffer.view(slot)), requires_grad=param.unsharded.requires_grad)
     spec.mark(sharded)
-    copy_tags(param.raw, sharded)
+    copy_tags(param.unsharded, sharded)
     sharded.megatron_fsdp_slice = spec.flat_slice
     sharded.megatron_fsdp_dist_index = index
     sharded.megatron_fsdp_spec = spec

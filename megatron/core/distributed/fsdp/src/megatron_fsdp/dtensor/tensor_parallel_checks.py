@@ -26,14 +26,14 @@ def check_tensor_parallel(params: Iterable[ManagedParam], index: FSDPDistributed
     """
     _check_experts(index)
     for param in params:
-        is_expert = not getattr(param.raw, "allreduce", True)
+        is_expert = not getattr(param.unsharded, "allreduce", True)
         mesh = index.get_submesh(index.tp_dim, is_expert) if index.tp_dim is not None else None
-        if isinstance(param.raw, DTensor):
-            _check_dtensor(param.fqn, param.raw, mesh)
+        if isinstance(param.unsharded, DTensor):
+            _check_dtensor(param.fqn, param.unsharded, mesh)
         if mesh is None or mesh.size() == 1:
             continue
         _check_mesh(index, is_expert)
-        _check_cut(param.fqn, param.raw, tensor_cut(param.raw, mesh.get_group()))
+        _check_cut(param.fqn, param.unsharded, tensor_cut(param.unsharded, mesh.get_group()))
 
 
 def _check_experts(index: FSDPDistributedIndex) -> None:
@@ -57,29 +57,29 @@ def _check_mesh(index: FSDPDistributedIndex, is_expert: bool) -> None:
         )
 
 
-def _check_dtensor(name: str, raw: DTensor, mesh: DeviceMesh | None) -> None:
+def _check_dtensor(name: str, param: DTensor, mesh: DeviceMesh | None) -> None:
     if mesh is None:
         raise ValueError(f"{name} is a DTensor; pass tp_dim, the dimension of device_mesh that it is spread over.")
     expected = dist.get_process_group_ranks(mesh.get_group())
-    if raw.device_mesh.ndim != 1 or raw.device_mesh.mesh.flatten().tolist() != expected:
+    if param.device_mesh.ndim != 1 or param.device_mesh.mesh.flatten().tolist() != expected:
         raise ValueError(
-            f"{name} is a DTensor on {raw.device_mesh}; expected one on the tensor-parallel dimension alone, ranks "
+            f"{name} is a DTensor on {param.device_mesh}; expected one on the tensor-parallel dimension alone, ranks "
             f"{expected}: call parallelize_module with device_mesh[tp_dim]."
         )
-    if type(raw.placements[0]) not in (Replicate, Shard):
-        raise ValueError(f"{name} is a DTensor placed as {raw.placements[0]}; expected Replicate or Shard.")
+    if type(param.placements[0]) not in (Replicate, Shard):
+        raise ValueError(f"{name} is a DTensor placed as {param.placements[0]}; expected Replicate or Shard.")
 
 
-def _check_cut(name: str, raw: nn.Parameter, cut: TensorCut) -> None:
+def _check_cut(name: str, param: nn.Parameter, cut: TensorCut) -> None:
     if not cut.is_cut:
         return
-    part = local_part(raw).shape
+    part = local_part(param).shape
     if not cut.dim < len(part):
         raise ValueError(f"{name} of shape {tuple(part)} has no dim {cut.dim}, over which its tags say it is split.")
-    if isinstance(raw, DTensor) and raw.shape[cut.dim] % cut.size:
+    if isinstance(param, DTensor) and param.shape[cut.dim] % cut.size:
         raise ValueError(
-            f"{name} of shape {tuple(raw.shape)} is cut in dim {cut.dim} over {cut.size} tensor-parallel ranks, which "
-            "does not give them equal parts; pad it to a multiple."
+            f"{name} of shape {tuple(param.shape)} is cut in dim {cut.dim} over {cut.size} tensor-parallel ranks, "
+            "which does not give them equal parts; pad it to a multiple."
         )
     if part[cut.dim] % cut.blocks:
         raise ValueError(

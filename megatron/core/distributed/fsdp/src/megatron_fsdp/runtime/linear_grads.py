@@ -29,19 +29,19 @@ def install(schedule: Schedule) -> None:
     """
     for unit in schedule.units:
         large = [
-            (raw, _Lender(weakref.ref(schedule), weakref.ref(unit), number, slot))
+            (param, _Lender(weakref.ref(schedule), weakref.ref(unit), number, slot))
             for number, group in enumerate(unit.groups)
             if group.main_grad is not None and group.main_grad.lends
-            for slot, raw in enumerate(group.params)
-            if type(raw) is nn.Parameter and raw.dim() == 2 and raw.numel() >= LEAST_NUMEL
+            for slot, param in enumerate(group.params)
+            if type(param) is nn.Parameter and param.dim() == 2 and param.numel() >= LEAST_NUMEL
         ]
         if not large or any(contains(unit, other) for other in schedule.units if other is not unit):
             continue
-        for raw, lender in large:
-            raw.grad_dtype = None  # as it is computed, even if that is wider than the weight
-            raw.__class__, raw.lender = LinearWeight, lender
-            if unit.groups[lender.number].facts.comm_dtype is raw.dtype:  # compiled gradients have the weight's dtype
-                _LENDERS[torch_compat.storage_id(raw), raw.storage_offset()] = lender
+        for param, lender in large:
+            param.grad_dtype = None  # as it is computed, even if that is wider than the weight
+            param.__class__, param.lender = LinearWeight, lender
+            if unit.groups[lender.number].facts.comm_dtype is param.dtype:  # compiled gradients have the weight's dtype
+                _LENDERS[torch_compat.storage_id(param), param.storage_offset()] = lender
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,8 +34,8 @@ def note_uninstalled_step(schedule: Schedule, stepped: Iterable[nn.Parameter]) -
     """
     stepped = set(map(id, stepped))
     groups = (group for unit in schedule.units for group in unit.groups if not group.keeps_installed)
-    overwritten = {id(raw) for group in groups if group.requires_grad for raw in group.params}
-    params = (param for unit in schedule.units for param in unit.params if id(param.raw) in overwritten)
+    overwritten = {id(param) for group in groups if group.requires_grad for param in group.params}
+    params = (param for unit in schedule.units for param in unit.params if id(param.unsharded) in overwritten)
     lost = [param.fqn for param in params if id(param.sharded) in stepped]
     schedule.generation += bool(lost)
     schedule.lost_weights = [*dict.fromkeys([*(schedule.lost_weights or ()), *lost])]
@@ -44,11 +44,11 @@ def note_uninstalled_step(schedule: Schedule, stepped: Iterable[nn.Parameter]) -
 @contextlib.contextmanager
 def showing_sharded(units: Iterable[Unit]) -> Iterator[None]:
     """Inside, modules show sharded parameters, whatever they are doing; nothing is gathered or released."""
-    raw = [unit for unit in units if unit.shows_raw]
-    for unit in raw:
+    shown = [unit for unit in units if unit.shows_unsharded]
+    for unit in shown:
         unit.show_sharded()
     try:
         yield
     finally:
-        for unit in raw:
-            unit.show_raw()
+        for unit in shown:
+            unit.show_unsharded()

@@ -453,7 +453,7 @@ class Schedule:
     def strays(self) -> list[Unit]:
         """Units with gradients that no reduction has taken, in the order of registration."""
         with without_overrides():
-            return list(dict.fromkeys([unit for unit in self.units for raw in unit.trainable if raw.grad is not None]))
+            return [unit for unit in self.units if any(param.grad is not None for param in unit.trainable)]
 
     def _end_backward(self, running: Pass) -> None:
         self.watch.turn_back(None)
@@ -571,7 +571,7 @@ class Schedule:
     def _let_go_of_all(self, kept: int = -1) -> None:
         """A pass is over, or nothing runs: see `_let_go`. The unit `kept` shows its full parameters all the same."""
         for unit in self.units:
-            if (unit.shows_raw or unit.is_gathered) and unit.number != kept:
+            if (unit.shows_unsharded or unit.is_gathered) and unit.number != kept:
                 self._let_go(unit.number)
 
     def _finalize(self, number: int) -> None:
@@ -582,7 +582,7 @@ class Schedule:
         """Lets the unit's modules see its full parameters, which the compute stream has waited for."""
         if unit.gather_event is not None or unit.refresh_event is not None:
             self._gatherer.wait_for(unit)
-        unit.show_raw()
+        unit.show_unsharded()
 
     # -- passes that no program covers ----------------------------------------------------------------------------
 

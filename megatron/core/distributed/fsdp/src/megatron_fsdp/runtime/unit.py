@@ -42,7 +42,7 @@ class Place:
 class ManagedParam:
     """A parameter in its two forms, and every place that shows it."""
 
-    raw: nn.Parameter
+    unsharded: nn.Parameter
     """Full shape; what modules compute with while its unit is gathered."""
     fqns: tuple[str, ...]
     """Every name under the root module; the first one is canonical."""
@@ -60,7 +60,7 @@ class _Holder(NamedTuple):
     """A module, and by name both forms of the parameters that it holds for one unit."""
 
     module: weakref.ref[nn.Module]
-    raw: dict[str, nn.Parameter]
+    unsharded: dict[str, nn.Parameter]
     sharded: dict[str, nn.Parameter]
 
 
@@ -84,8 +84,8 @@ class Unit:
         self.groups = groups
         self.params = params
         self.is_root = is_root
-        self.trainable = [param.raw for param in params if param.raw.requires_grad]
-        self._tensor_parallel = [raw for raw in self.trainable if isinstance(raw, DTensor)]
+        self.trainable = [param.unsharded for param in params if param.unsharded.requires_grad]
+        self._tensor_parallel = [param for param in self.trainable if isinstance(param, DTensor)]
         self.gather_event: Event | None = None
         self.refresh_event: Event | None = None
         # What is asked several times in every call is worked out once: the host must run ahead of the device.
@@ -104,7 +104,7 @@ class Unit:
         """Passes have begun with it, so its module tells when its forward has raised, as the root's always does."""
         self.input_versions: dict[int, int] = {}
         """Version counters of the tensors that the forward in progress was given."""
-        self.shows_raw = True
+        self.shows_unsharded = True
         """Modules hold the full parameters."""
 
     @property
@@ -147,19 +147,19 @@ class Unit:
                 return True
         return False
 
-    def show_raw(self) -> None:
+    def show_unsharded(self) -> None:
         """Lets modules see the full parameters."""
-        if not self.shows_raw:
-            self.shows_raw = True
-            for module, raw, _ in self._holders:
+        if not self.shows_unsharded:
+            self.shows_unsharded = True
+            for module, unsharded, _ in self._holders:
                 if (holder := module()) is not None:
                     # As `Place.hold` does, but a whole module at once: all units come here four times a step.
-                    holder._parameters.update(raw)
+                    holder._parameters.update(unsharded)
 
     def show_sharded(self) -> None:
         """Lets modules, and so users and optimizers, see the sharded parameters."""
-        if self.shows_raw:
-            self.shows_raw = False
+        if self.shows_unsharded:
+            self.shows_unsharded = False
             for module, _, sharded in self._holders:
                 if (holder := module()) is not None:
                     holder._parameters.update(sharded)
@@ -171,7 +171,7 @@ class Unit:
         for param in self.params:
             for place in param.places:
                 holder = holders.setdefault(id(place.module()), _Holder(place.module, {}, {}))
-                holder.raw[place.name], holder.sharded[place.name] = param.raw, param.sharded
+                holder.unsharded[place.name], holder.sharded[place.name] = param.unsharded, param.sharded
         return list(holders.values())
 
     def align_grads(self) -> None:
@@ -183,13 +183,15 @@ class Unit:
         if not self._tensor_parallel:
             return
         with torch.no_grad():
-            for raw in self._tensor_parallel:
-                if raw.grad is not None and raw.grad.placements != raw.placements:
-                    raw.grad = raw.grad.redistribute(placements=raw.placements)
+            for param in self._tensor_parallel:
+                if param.grad is not None and param.grad.placements != param.placements:
+                    param.grad = param.grad.redistribute(placements=param.placements)
 
     def has_all_grads(self) -> bool:
         """Autograd has brought a gradient for every parameter in the backward that runs."""
-        return all(raw.grad is not None or getattr(raw, "grad_added_to_main_grad", False) for raw in self.trainable)
+        return all(
+            param.grad is not None or getattr(param, "grad_added_to_main_grad", False) for param in self.trainable
+        )
 
     @property
     def has_staged_grads(self) -> bool:
@@ -199,7 +201,7 @@ class Unit:
     def grad_versions(self) -> list[tuple[int, int | None]]:
         """What changes when more is added to a gradient."""
         with without_overrides():
-            return [(id(raw.grad), version_of(raw.grad)) for raw in self.trainable]
+            return [(id(param.grad), version_of(param.grad)) for param in self.trainable]
 
 
 def contains(unit: Unit, other: Unit) -> bool:

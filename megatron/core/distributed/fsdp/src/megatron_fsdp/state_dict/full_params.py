@@ -38,9 +38,9 @@ def full_params(schedule: Schedule, *, writeback: bool) -> Iterator[None]:
     schedule.taken_by = "full_params()"
     try:
         for unit in schedule.units:
-            by_raw = {id(param.raw): param for param in unit.params}
+            by_unsharded = {id(param.unsharded): param for param in unit.params}
             for group in unit.groups:
-                shown += _show(group, by_raw)
+                shown += _show(group, by_unsharded)
         yield
         if writeback:
             _write_back(shown)
@@ -54,7 +54,7 @@ def full_params(schedule: Schedule, *, writeback: bool) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _show(group: ParamGroup, by_raw: dict[int, ManagedParam]) -> list[_Shown]:
+def _show(group: ParamGroup, by_unsharded: dict[int, ManagedParam]) -> list[_Shown]:
     """Lets modules hold the whole main weights of a group. **Collective**."""
     main = group.main_weight_buffer
     data = torch.empty(group.layout.size, dtype=main.dtype, device=main.data.device)
@@ -64,10 +64,10 @@ def _show(group: ParamGroup, by_raw: dict[int, ManagedParam]) -> list[_Shown]:
     else:
         data.copy_(main.data)
     shown = []
-    for slot, raw in enumerate(group.params):
-        param = by_raw[id(raw)]
-        whole = nn.Parameter(in_form_of(raw, full.view(slot)), requires_grad=raw.requires_grad)
-        copy_tags(raw, whole)
+    for slot, unsharded in enumerate(group.params):
+        param = by_unsharded[id(unsharded)]
+        whole = nn.Parameter(in_form_of(unsharded, full.view(slot)), requires_grad=unsharded.requires_grad)
+        copy_tags(unsharded, whole)
         whole._megatron_fsdp_owner = param.sharded._megatron_fsdp_owner
         for place in param.places:
             place.hold(whole)
@@ -88,10 +88,11 @@ def _write_back(shown: list[_Shown]) -> None:
                 f"{param.fqn} was replaced inside full_params(); write into it instead, e.g. with copy_(). Nothing "
                 "has been written back."
             )
-        if whole.shape != param.raw.shape or whole.dtype != rows.dtype:
+        if whole.shape != param.unsharded.shape or whole.dtype != rows.dtype:
             raise ValueError(
                 f"{param.fqn} has become {tuple(whole.shape)} of {whole.dtype} inside full_params(), expected "
-                f"{tuple(param.raw.shape)} of {rows.dtype}; keep its shape and dtype. Nothing has been written back."
+                f"{tuple(param.unsharded.shape)} of {rows.dtype}; keep its shape and dtype. Nothing has been "
+                "written back."
             )
     for _, whole, rows, first in shown:
         part = local_part(whole)

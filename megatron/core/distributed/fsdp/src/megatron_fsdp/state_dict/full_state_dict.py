@@ -89,11 +89,11 @@ def _places(schedule: Schedule) -> dict[str, tuple[int, FlatBuffer, int]]:
     """By name: the parameter's id, and where its main weight lies."""
     found = {}
     for unit in schedule.units:
-        params = {id(param.raw): param for param in unit.params}
+        params = {id(param.unsharded): param for param in unit.params}
         for group in unit.groups:
-            for slot, raw in enumerate(group.params):
-                for fqn in params[id(raw)].fqns:
-                    found[fqn] = (id(raw), group.main_weight_buffer, slot)
+            for slot, unsharded in enumerate(group.params):
+                for fqn in params[id(unsharded)].fqns:
+                    found[fqn] = (id(unsharded), group.main_weight_buffer, slot)
     return found
 
 

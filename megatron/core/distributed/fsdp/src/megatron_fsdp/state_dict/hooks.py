@@ -32,7 +32,7 @@ class StateDictHooks:
             for param in unit.params
             for fqn in param.fqns
         }
-        self._showed_raw: list = []
+        self._showed_unsharded: list = []
 
     def __deepcopy__(self, memo: dict) -> StateDictHooks:
         raise NotImplementedError(
@@ -50,17 +50,17 @@ class StateDictHooks:
     def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Shows the sharded parameters, also in the middle of a step."""
         schedule = self._schedule()
-        self._showed_raw = [unit for unit in schedule.units if unit.shows_raw]
-        for unit in self._showed_raw:
+        self._showed_unsharded = [unit for unit in schedule.units if unit.shows_unsharded]
+        for unit in self._showed_unsharded:
             unit.show_sharded()
 
     def after_state_dict(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict
     ) -> None:
         """Makes every `full_tensor` right, tells torch DCP where shards lie, and takes out what it cannot store."""
-        for unit in self._showed_raw:
-            unit.show_raw()
-        self._showed_raw = []
+        for unit in self._showed_unsharded:
+            unit.show_unsharded()
+        self._showed_unsharded = []
         if self.preprocess:
             for key in [key for key in state_dict if key.endswith("_extra_state")]:
                 del state_dict[key]
