@@ -26,7 +26,8 @@ from megatron.training.checkpoint.load.loader import load_checkpoint  # noqa: E4
 from megatron.training.checkpoint.save.saver import Saver  # noqa: E402
 from megatron.training.config import load_config  # noqa: E402
 from megatron.training.initialize import initialized  # noqa: E402
-from megatron.training.launch import ignore_expected_warnings, prepare  # noqa: E402
+from megatron.training.job import prepare  # noqa: E402
+from megatron.training.launch import ignore_expected_warnings  # noqa: E402
 from megatron.training.ranks import Ranks  # noqa: E402
 from megatron.training.state import Task  # noqa: E402
 

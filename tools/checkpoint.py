@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.training.checkpoint.format import manifest
-from megatron.training.checkpoint.offline.compare import compare_entries
 from megatron.training.checkpoint.format.integrity import in_words
-from megatron.training.checkpoint.offline.lazy_reader import ARGUMENTS, Entry, Source, checkpoint_folder, open_source
+from megatron.training.checkpoint.offline.compare import compare_entries
 from megatron.training.checkpoint.offline.key_mapping import to_megatron_lm, to_plain, to_stored
-from megatron.training.checkpoint.offline.zip_checksums import damage_of_content
+from megatron.training.checkpoint.offline.lazy_reader import ARGUMENTS, Entry, Source, checkpoint_folder, open_source
 from megatron.training.checkpoint.offline.writer import write_file, write_folder
+from megatron.training.checkpoint.offline.zip_checksums import damage_of_content
 
 _EXIT_BROKEN_PIPE = 141
 """128 and the number of SIGPIPE, as shells count."""

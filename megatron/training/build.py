@@ -7,7 +7,7 @@ from torch.utils.data import Dataset
 from megatron.training.callbacks import BufferRegistration, Callback, ManualGarbageCollection, OverlapLog
 from megatron.training.data import DataStream, LoaderOptions, build_data_stream
 from megatron.training.initialize import World
-from megatron.training.launch import Job
+from megatron.training.job import Job
 from megatron.training.model import build_model
 from megatron.training.optim import build_optimizer, build_scheduler
 from megatron.training.reporting.console import Console

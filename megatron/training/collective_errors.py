@@ -6,11 +6,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron.training.errors import CollectiveError
+
 Value = TypeVar("Value")
-
-
-class AgreedError(RuntimeError):
-    """What one rank did for all ranks, or each for itself, failed; raised on every rank with the same message."""
 
 
 def any_rank(is_true: bool, device: torch.device) -> bool:
@@ -47,7 +45,7 @@ def on_first_rank(function: Callable[[], Value], device: torch.device) -> Value:
             answer[1] = reason(error)
     dist.broadcast_object_list(answer, src=0, device=device)
     if answer[1] is not None:
-        raise AgreedError(str(answer[1])) from cause
+        raise CollectiveError(str(answer[1])) from cause
     return answer[0]
 
 
@@ -66,4 +64,4 @@ def on_every_rank(function: Callable[[], Value], device: torch.device) -> Value:
     answers: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, told)
     rank, message = next((rank, answer) for rank, answer in enumerate(answers) if answer is not None)
-    raise AgreedError(f"rank {rank}: {message}" if None in answers else message) from cause
+    raise CollectiveError(f"rank {rank}: {message}" if None in answers else message) from cause

@@ -20,7 +20,7 @@ from megatron.training.data import (
     build_train_valid_test_datasets,
     get_batch,
 )
-from megatron.training.launch import Job
+from megatron.training.job import Job
 from megatron.training.state import LossFunction, Task
 from megatron.training.step import LOSS
 

@@ -9,7 +9,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.training.config.schema_parallel import DistConfig
 from megatron.training.config.to_core import to_ddp_config, to_transformer_config
 from megatron.training.initialize import World
-from megatron.training.launch import Job
+from megatron.training.job import Job
 from megatron.training.state import ModelProvider
 from megatron_fsdp.mcore import DistributedDataParallelConfig, FullyShardedDataParallel, with_all_gather_groups
 from megatron_fsdp.mcore.parallel_layout import is_expert_parameter, modes_of, partition_dim

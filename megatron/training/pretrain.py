@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from megatron.training.build import build_callbacks, build_run, build_streams
 from megatron.training.callbacks import Callback, Callbacks
 from megatron.training.checkpoint.load.loader import load_checkpoint
-from megatron.training.collective_errors import AgreedError, on_every_rank
+from megatron.training.collective_errors import on_every_rank
+from megatron.training.errors import CannotStartError, CollectiveError
 from megatron.training.evaluate import test
 from megatron.training.files import make_output_folders
 from megatron.training.initialize import initialized
-from megatron.training.launch import Job, RunError
+from megatron.training.job import Job
 from megatron.training.loop import report_validation, train
 from megatron.training.ranks import Ranks
 from megatron.training.state import Run, Task
@@ -21,19 +22,15 @@ from megatron.training.versions import check_versions
 logger = logging.getLogger(__name__)
 
 
-class CannotStartError(RunError, ValueError):
-    """The data or the checkpoint is not what the run needs."""
-
-
 @contextlib.contextmanager
-def told_in_full(*, is_on_every_rank: bool) -> Iterator[None]:
-    """Makes errors whose message says all there is to say end the run without a traceback."""
+def as_cannot_start(*, is_on_every_rank: bool) -> Iterator[None]:
+    """Turns errors inside whose message is for the user into CannotStartError, which shows no traceback."""
     try:
         yield
-    except (ValueError, AgreedError) as error:
-        told = CannotStartError(str(error))
-        told.is_on_every_rank = is_on_every_rank or isinstance(error, AgreedError)
-        raise told from error
+    except (ValueError, CollectiveError) as error:
+        failure = CannotStartError(str(error))
+        failure.is_on_every_rank = is_on_every_rank or isinstance(error, CollectiveError)
+        raise failure from error
 
 
 def pretrain(job: Job, task: Task, ranks: Ranks, callbacks: Sequence[Callback] = ()) -> None:
@@ -47,12 +44,12 @@ def pretrain(job: Job, task: Task, ranks: Ranks, callbacks: Sequence[Callback] =
     check_versions()
     stopper = Stopper(job.config.train)
     with initialized(job.config, job.plan, ranks) as world, stopper.listening():
-        with told_in_full(is_on_every_rank=True):
+        with as_cannot_start(is_on_every_rank=True):
             on_every_rank(lambda: make_output_folders(job.config), world.device)
         run = build_run(job, task, world)
-        with told_in_full(is_on_every_rank=True):
+        with as_cannot_start(is_on_every_rank=True):
             load_checkpoint(run)
-        with told_in_full(is_on_every_rank=False):
+        with as_cannot_start(is_on_every_rank=False):
             build_streams(run)
         try:
             work(run, Callbacks([*build_callbacks(run), *callbacks]), stopper)

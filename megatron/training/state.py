@@ -10,7 +10,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.config import RunConfig, RunPlan
 from megatron.training.data import Datasets, DataStream
 from megatron.training.initialize import World
-from megatron.training.launch import Job
+from megatron.training.job import Job
 from megatron_fsdp.mcore import FullyShardedDataParallel, FullyShardedOptimizer
 
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]

@@ -10,18 +10,12 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron.training.data import DataStream
-from megatron.training.launch import RunError
+from megatron.training.errors import NotFiniteError
 from megatron.training.state import Run
 from megatron_fsdp.diagnostics.nan_report import NonFiniteGradientError
 
 LOSS = "lm loss"
 """What a task's report calls the loss."""
-
-
-class NotFiniteError(RunError):
-    """A loss, a gradient or a gradient norm is NaN or infinite."""
-
-    is_on_every_rank = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,12 +4,12 @@
 `megatron.training.config.to_core` derives megatron-core's own configurations.
 """
 
-from megatron.training.config.flags import ConfigError, format_problems
 from megatron.training.config.kernels import Kernels, Machine, choose_kernels
 from megatron.training.config.plan import RunPlan, plan_run
 from megatron.training.config.rules import check
 from megatron.training.config.schema import RunConfig
 from megatron.training.config.sources import Reading, from_yaml, load_config, read_config, to_yaml
+from megatron.training.errors import ConfigError, format_problems
 
 __all__ = [
     "ConfigError",

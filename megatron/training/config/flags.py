@@ -11,7 +11,7 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
@@ -20,21 +20,7 @@ from pathlib import Path
 from megatron.training.config.schema import RunConfig
 from megatron.training.config.schema_parallel import DtypeOrAuto, OuterShardingStrategy, ShardingStrategy
 from megatron.training.config.spellings import ALIASES, INSTEAD, OTHER_NAMES, Spelling
-
-
-class ConfigError(ValueError):
-    """The user's configuration cannot be run; `problems` are sentences, one per mistake."""
-
-    def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("\n".join(self.problems))
-
-
-def format_problems(error: ConfigError) -> str:
-    """The text to show to a user for all problems of `error`."""
-    count = len(error.problems)
-    head = f"The configuration has {count} problem{'s' if count > 1 else ''}:"
-    return "\n".join([head, *(f"  - {problem}" for problem in error.problems)])
+from megatron.training.errors import ConfigError
 
 
 def _number_or_name(names: tuple[str, ...]) -> Callable[[object], object]:

@@ -4,10 +4,10 @@ A rule is a function with a name, a sentence and a message; it reads the configu
 """
 
 from megatron.training.config import rules_run, rules_support
-from megatron.training.config.flags import ConfigError
 from megatron.training.config.kernels import Machine, choose_kernels
 from megatron.training.config.rule_book import RULES, Setting
 from megatron.training.config.schema import RunConfig
+from megatron.training.errors import ConfigError
 
 __all__ = ["check", "rules_run", "rules_support", "violations"]
 

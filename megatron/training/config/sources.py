@@ -16,7 +16,6 @@ from pathlib import Path, PosixPath, WindowsPath
 import yaml
 
 from megatron.training.config.flags import (
-    ConfigError,
     Flag,
     all_flags,
     explain_unknown,
@@ -26,6 +25,7 @@ from megatron.training.config.flags import (
 )
 from megatron.training.config.schema import RunConfig
 from megatron.training.config.spellings import OTHER_PLACES
+from megatron.training.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,8 +139,8 @@ def _introduction() -> list[str]:
         "",
         "What sharded training computes, compared with a plain loop in one process. A command that runs all cells "
         "writes the page; `tests/unit_tests/gloo/equivalence/test_equivalence.py` runs every fifth of those on up to 4 "
-        "ranks, and all, those on 8 too, with `MEGATRON_FSDP_ALL_CELLS=1`; `tests/unit_tests/pure/test_matrix.py` fails if the "
-        "page is stale.",
+        "ranks, and all, those on 8 too, with `MEGATRON_FSDP_ALL_CELLS=1`; `tests/unit_tests/pure/test_matrix.py` "
+        "fails if the page is stale.",
         "",
         f"There are {fingerprint()}. Each trains {matrix.STEPS} steps; after each step all losses, every whole "
         "gradient and every whole weight are compared. The reference neither shards nor recomputes.",

@@ -36,7 +36,7 @@ def train(flags: str, *, task=None, callbacks=()) -> Outcome:
     """A run with the flags of `TINY` and these. **Collective.**"""
     from megatron.training import gpt
     from megatron.training.config import load_config
-    from megatron.training.launch import prepare
+    from megatron.training.job import prepare
     from megatron.training.pretrain import pretrain
     from megatron.training.ranks import Ranks
 

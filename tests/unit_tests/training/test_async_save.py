@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.training.launch import RunError
+from megatron.training.errors import RunError
 from tests.unit_tests.training.runs import Outcome, train
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -147,7 +147,7 @@ def test_a_process_that_is_gone_is_told_and_the_last_checkpoint_stays(mcore_rank
 
 def end_at_once(folder: Path) -> list[str]:
     """What the run that ends right after its save leaves, by its own error or as asked."""
-    from megatron.training.step import NotFiniteError
+    from megatron.training.errors import NotFiniteError
 
     def fail(run) -> None:
         if run.state.iteration == 1:

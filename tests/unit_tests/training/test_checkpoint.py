@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.training.launch import RunError
+from megatron.training.errors import RunError
 from tests.unit_tests.training.runs import Outcome, train
 
 RUN = "--train-iters 3 "

@@ -9,7 +9,7 @@ import torch
 from megatron.training.checkpoint.offline.key_mapping import to_megatron_lm, to_plain, to_stored
 from megatron.training.checkpoint.offline.lazy_reader import open_source
 from megatron.training.checkpoint.offline.writer import write_folder
-from megatron.training.launch import RunError
+from megatron.training.errors import RunError
 from tests.unit_tests.training.runs import Outcome, train
 
 RUN = "--train-iters 3 --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 "
@@ -164,7 +164,8 @@ def test_a_checkpoint_lacks_ids_of_the_tokenizer(mcore_ranks1, saved):
 
 def test_the_model_of_the_checkpoint_is_taken(mcore_ranks1, saved):
     from megatron.training.config import ConfigError, load_config
-    from megatron.training.launch import differing_flags, prepare
+    from megatron.training.job import prepare
+    from megatron.training.launch import differing_flags
     from tests.unit_tests.training.runs import TINY
 
     whole, folder = saved

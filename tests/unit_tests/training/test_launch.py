@@ -13,8 +13,9 @@ import torch
 import megatron.training
 import megatron_fsdp
 from megatron.training.config import load_config
+from megatron.training.errors import RunError
 from megatron.training.files import make_output_folders, missing_files
-from megatron.training.launch import RunError, configure_logging, ignore_expected_warnings, launch
+from megatron.training.launch import configure_logging, ignore_expected_warnings, launch
 from megatron.training.ranks import ON_EVERY_RANK, Ranks
 from megatron.training.versions import check_versions
 from tests.unit_tests.harness.rank_pool import REPO_ROOT, import_paths

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from megatron.training.config import load_config
 from megatron.training.config.flags import sections
 from megatron.training.config.rules_support import NOT_YET
-from megatron.training.launch import prepare
+from megatron.training.errors import NotFiniteError
+from megatron.training.job import prepare
 from tests.unit_tests.training.runs import TINY, Outcome, train
 
 LINE = re.compile(
@@ -208,8 +209,6 @@ def train_poisoned(flags: str) -> Outcome:
 
 
 def test_a_nan_on_one_rank_stops_every_rank(mcore_ranks2):
-    from megatron.training.step import NotFiniteError
-
     message = (
         r"a gradient of iteration 2 is not finite: gradients of .* parameters .* --no-check-for-nan-in-loss-and-grad"
     )
@@ -232,7 +231,7 @@ def train_with_an_infinite_norm(flags: str) -> tuple[str, bool]:
     with (
         mock.patch.object(grad_norm, "total_norm", lambda rows, groups, device: torch.tensor(float("inf"))),
         mock.patch("megatron.training.loop.train_step", noted),
-        pytest.raises(step.NotFiniteError) as caught,
+        pytest.raises(NotFiniteError) as caught,
     ):
         train("--train-iters 4 --lr-warmup-iters 0 " + flags)
     return str(caught.value), all(torch.equal(param, before) for param, before in kept)

@@ -33,7 +33,7 @@ def built(folder: Path, module: nn.Module):
     from megatron.training.build import build_run
     from megatron.training.config import load_config
     from megatron.training.initialize import initialized
-    from megatron.training.launch import prepare
+    from megatron.training.job import prepare
     from megatron.training.ranks import Ranks
     from megatron.training.state import Task
     from tests.unit_tests.training.runs import TINY, kept_groups

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.training.launch import RunError
+from megatron.training.errors import RunError
 from tests.unit_tests.training.runs import Outcome, logged, train
 
 ITERATIONS = "--train-iters 12 "

@@ -46,7 +46,7 @@ def said_of_models(*flags: str) -> list[list[str]]:
     from megatron.training import gpt, model
     from megatron.training.config import load_config
     from megatron.training.initialize import initialized
-    from megatron.training.launch import prepare
+    from megatron.training.job import prepare
     from megatron.training.ranks import Ranks
 
     ranks = Ranks(rank=dist.get_rank(), local_rank=dist.get_rank(), world_size=dist.get_world_size())

@@ -4,8 +4,9 @@ import dataclasses
 
 from megatron.training.checkpoint.format.paths import folder_to_load
 from megatron.training.checkpoint.format.safe_unpickle import read_arguments, read_metadata
-from megatron.training.config import ConfigError, RunConfig
+from megatron.training.config import RunConfig
 from megatron.training.config.flags import all_flags
+from megatron.training.errors import ConfigError
 
 _TAKEN = {
     "model": (

@@ -28,7 +28,7 @@ from megatron.training.checkpoint.run_state.rng_state import restore
 from megatron.training.checkpoint.save.dedup_planner import same_places, without_collection
 from megatron.training.collective_errors import any_rank, on_every_rank, on_first_rank
 from megatron.training.config.schema import CheckpointConfig
-from megatron.training.launch import RunError
+from megatron.training.errors import MissingCheckpointError
 from megatron.training.ranks import ON_EVERY_RANK
 from megatron.training.state import Run
 from megatron_fsdp.mcore.stored_state import StoredState
@@ -38,12 +38,6 @@ logger = logging.getLogger(__name__)
 
 _RAISING = ("assume_ok_unexpected", "raise_unexpected", "raise_all")
 """Values of `--dist-ckpt-strictness` that insist on every weight, as in Megatron-LM."""
-
-
-class MissingCheckpointError(RunError):
-    """`--load` has no checkpoint, and `--exit-on-missing-checkpoint` says that there must be one."""
-
-    is_on_every_rank = True
 
 
 class DataOnlyPlanner(DefaultLoadPlanner):
@@ -68,7 +62,7 @@ def load_checkpoint(run: Run) -> bool:
     Raises:
         MissingCheckpointError: there was nothing, and that is not allowed.
         ValueError: the checkpoint does not fit the run; every name that differs is listed.
-        AgreedError: there is no such checkpoint, or it is damaged.
+        CollectiveError: there is no such checkpoint, or it is damaged.
     """
     checkpoint = run.config.checkpoint
     if checkpoint.load is None and checkpoint.pretrained_checkpoint is None:

@@ -21,20 +21,14 @@ from megatron.training.checkpoint.save.async_writer import BackgroundFilesWriter
 from megatron.training.checkpoint.save.dedup_planner import SharingPlanner, speaks, without_collection
 from megatron.training.checkpoint.save.publish import Partial, begin, discard, publish, retain
 from megatron.training.checkpoint.save.storage_writer import FilesWriter, Written, described
-from megatron.training.collective_errors import AgreedError, largest, on_every_rank, on_first_rank, reason
+from megatron.training.collective_errors import largest, on_every_rank, on_first_rank, reason
 from megatron.training.config import to_yaml
-from megatron.training.launch import RunError
+from megatron.training.errors import CollectiveError, RunError, SaveError
 from megatron.training.state import Run
 
 logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
-
-
-class SaveError(RunError):
-    """A checkpoint could not be written; what was there before is untouched, and so is the run."""
-
-    is_on_every_rank = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +189,7 @@ class Saver:
         """Makes a failure that all ranks know of one sentence, and clears up after it."""
         try:
             yield
-        except (AgreedError, CheckpointException) as error:
+        except (CollectiveError, CheckpointException) as error:
             if self._partial is not None:
                 discard(self._disk, self._partial)
             self._release()
@@ -219,17 +213,17 @@ def saving(run: Run) -> Iterator[Saver]:
     try:
         yield saver
         saver.finish()
-    except (RunError, AgreedError) as error:
-        if isinstance(error, AgreedError) or error.is_on_every_rank:
+    except (RunError, CollectiveError) as error:
+        if isinstance(error, CollectiveError) or error.is_on_every_rank:
             saver.finish()
         raise
     finally:
         saver.close()
 
 
-def _why(error: AgreedError | CheckpointException) -> str:
+def _why(error: CollectiveError | CheckpointException) -> str:
     """The first reason in one line."""
-    if isinstance(error, AgreedError):
+    if isinstance(error, CollectiveError):
         return str(error)
     rank, (cause, _) = min(error.failures.items())
     return f"rank {rank}: {reason(cause)}".splitlines()[0]

@@ -1,0 +1,66 @@
+"""Job: the checked configuration of a run, the plan that follows from it, and its tokenizer."""
+
+from dataclasses import dataclass
+
+from megatron.training.checkpoint.load.args_from_checkpoint import with_saved_arguments
+from megatron.training.config import Reading, RunConfig, RunPlan, check, plan_run
+from megatron.training.errors import ConfigError
+from megatron.training.files import missing_files
+from megatron.training.tokenizer import Tokenizer, TokenizerRequest, build_tokenizer
+
+_TOKENIZER_FLAGS = "--tokenizer-type --tokenizer-model --vocab-file --merge-file --vocab-size --padded-vocab-size"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A configuration that was checked, and what follows from it."""
+
+    config: RunConfig
+    plan: RunPlan
+    tokenizer: Tokenizer
+
+
+def prepare(config: RunConfig, world_size: int) -> Job:
+    """The job of `config` on `world_size` ranks. Raises ConfigError with every problem; reads the tokenizer's files."""
+    return prepare_reading(Reading(config=config), world_size)
+
+
+def prepare_reading(reading: Reading, world_size: int) -> Job:
+    """The job of a configuration that was read. Raises ConfigError with every problem, of reading it and with it."""
+    config, problems = reading.config, list(reading.problems)
+    if config.checkpoint.use_checkpoint_args and config.checkpoint.load is not None:
+        config = with_saved_arguments(config)
+    try:
+        check(config, world_size)
+    except ConfigError as error:
+        problems += (problem for problem in error.problems if not reading.concerns(problem))
+    tokenizer = None
+    # What a tokenizer lacks is told once, by the rules.
+    if not Reading(config=config, problems=tuple(problems)).concerns(_TOKENIZER_FLAGS):
+        try:
+            tokenizer = build_tokenizer(tokenizer_request(config))
+        except (ValueError, ImportError) as error:
+            problems.append(str(error))
+    problems += missing_files(config)
+    if problems:
+        raise ConfigError(problems)
+    return Job(config=config, plan=plan_run(config, world_size, tokenizer.padded_vocab_size), tokenizer=tokenizer)
+
+
+def tokenizer_request(config: RunConfig) -> TokenizerRequest:
+    """The tokenizer that `config` names."""
+    tokenizer = config.tokenizer
+    return TokenizerRequest(
+        tokenizer_type=tokenizer.tokenizer_type,
+        tokenizer_model=tokenizer.tokenizer_model,
+        vocab_file=tokenizer.vocab_file,
+        merge_file=tokenizer.merge_file,
+        vocab_size=tokenizer.vocab_size,
+        make_vocab_size_divisible_by=tokenizer.make_vocab_size_divisible_by,
+        tensor_model_parallel_size=config.dist.tensor_model_parallel_size,
+        padded_vocab_size=tokenizer.padded_vocab_size,
+        tokenizer_special_tokens=tokenizer.tokenizer_special_tokens,
+        tokenizer_hf_no_include_special_tokens=tokenizer.tokenizer_hf_no_include_special_tokens,
+        tiktoken_pattern=tokenizer.tiktoken_pattern,
+        tiktoken_num_special_tokens=tokenizer.tiktoken_num_special_tokens,
+    )
