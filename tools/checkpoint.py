@@ -17,13 +17,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.training.checkpoint.format import manifest
-from megatron.training.checkpoint.format.integrity import in_words
+from megatron.training.checkpoint.format.integrity import MANIFEST, summarized
 from megatron.training.checkpoint.offline.compare import compare_entries
 from megatron.training.checkpoint.offline.key_mapping import to_megatron_lm, to_plain, to_stored
 from megatron.training.checkpoint.offline.lazy_reader import ARGUMENTS, Entry, Source, checkpoint_folder, open_source
 from megatron.training.checkpoint.offline.writer import write_file, write_folder
-from megatron.training.checkpoint.offline.zip_checksums import damage_of_content
+from megatron.training.checkpoint.offline.zip_checksums import content_errors
 
 _EXIT_BROKEN_PIPE = 141
 """128 and the number of SIGPIPE, as shells count."""
@@ -101,7 +100,7 @@ def verify(options: argparse.Namespace) -> int:
             progress(name, value.nbytes)
     progress.end()
     count = sum(isinstance(value, Entry) for value in source.values())
-    by_torch = "" if (where / manifest.MANIFEST).exists() else " as far as torch's own checksums tell"
+    by_torch = "" if (where / MANIFEST).exists() else " as far as torch's own checksums tell"
     print(f"{options.checkpoint}: whole{by_torch}, {count} tensors can be read")
     return 0
 
@@ -111,7 +110,7 @@ def _checked(options: argparse.Namespace) -> Path:
     where = options.checkpoint
     if not where.is_file():
         where = checkpoint_folder(where, options.step)
-    if problem := in_words(list(damage_of_content(where))):
+    if problem := summarized(list(content_errors(where))):
         raise ValueError(f"{where}: {problem}")
     return where
 

@@ -23,6 +23,15 @@ def largest(value: int, device: torch.device) -> int:
     return int(shared.item())
 
 
+def gather_if_any(value: Value, device: torch.device) -> list[Value]:
+    """Every rank's `value`, by rank, if one of them is true; otherwise an empty list. **Collective.**"""
+    if not any_rank(bool(value), device):
+        return []
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def reason(error: OSError | ValueError) -> str:
     """The message of `error` for a user: sentences as they are, the system's errors with the path first."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
@@ -54,14 +63,12 @@ def on_every_rank(function: Callable[[], Value], device: torch.device) -> Value:
 
     `function` itself must not communicate. `device` is where the process group's backend communicates.
     """
-    value, told, cause = None, None, None
+    value, message, cause = None, None, None
     try:
         value = function()
     except (OSError, ValueError) as error:
-        told, cause = reason(error), error
-    if not any_rank(told is not None, device):
-        return value
-    answers: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, told)
-    rank, message = next((rank, answer) for rank, answer in enumerate(answers) if answer is not None)
-    raise CollectiveError(f"rank {rank}: {message}" if None in answers else message) from cause
+        message, cause = reason(error), error
+    if messages := gather_if_any(message, device):
+        rank, first = next((rank, each) for rank, each in enumerate(messages) if each is not None)
+        raise CollectiveError(f"rank {rank}: {first}" if None in messages else first) from cause
+    return value

@@ -350,7 +350,7 @@ class Payload:
 def load_code(folder: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    from megatron.training.checkpoint.load.loader import DataOnlyPlanner
+    from megatron.training.checkpoint.load.storage_reader import DataOnlyPlanner
 
     dcp.save({"weight": torch.ones(2), "payload": Payload()}, checkpoint_id=str(folder))
     dcp.load({"weight": torch.zeros(2), "payload": 0}, checkpoint_id=str(folder), planner=DataOnlyPlanner())

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
 
-from megatron.training.checkpoint.format.safe_unpickle import read_metadata
+from megatron.training.checkpoint.format.metadata import read_metadata
 
 AT = MetadataIndex("weight", torch.Size([0, 0]))
 

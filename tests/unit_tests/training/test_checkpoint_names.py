@@ -96,9 +96,9 @@ def test_what_is_in_one_piece_loads_at_its_own_tensor_parallel_size_only(mcore_r
 
 
 def warned(flags: str) -> list[str]:
-    from megatron.training.checkpoint.load import loader
+    from megatron.training.checkpoint.load import compatibility
 
-    with mock.patch.object(loader, "logger") as log:
+    with mock.patch.object(compatibility, "logger") as log:
         train(RUN + flags)
     return [call.args[0] % call.args[1:] for call in log.warning.call_args_list]
 

@@ -52,7 +52,7 @@ def save_and_load(folder: Path) -> dict[str, float]:
 
     from megatron.training.checkpoint.load.loader import load_checkpoint
     from megatron.training.checkpoint.save.saver import Saver
-    from megatron.training.checkpoint.save.storage_writer import FilesWriter
+    from megatron.training.checkpoint.save.storage_writer import CheckpointWriter
 
     figures = {"writing": 0.0, "reading": 0.0, "pieces": 0, "reads": 0}
 
@@ -68,7 +68,7 @@ def save_and_load(folder: Path) -> dict[str, float]:
 
     with (
         built(folder, Many()) as run,
-        mock.patch.object(FilesWriter, "write_data", spent("writing", FilesWriter.write_data, "pieces")),
+        mock.patch.object(CheckpointWriter, "write_data", spent("writing", CheckpointWriter.write_data, "pieces")),
         mock.patch.object(FileSystemReader, "read_data", spent("reading", FileSystemReader.read_data, "reads")),
     ):
         (group,) = run.optimizer.param_groups
@@ -162,11 +162,11 @@ def test_a_tensor_on_its_way_to_a_file_is_gone_when_the_next_one_comes(tmp_path)
     from torch.distributed.checkpoint import DefaultSavePlanner
 
     from megatron.training.checkpoint.format.filesystem import Disk
-    from megatron.training.checkpoint.save.storage_writer import FilesWriter
+    from megatron.training.checkpoint.save.storage_writer import CheckpointWriter
 
     planner, copies = DefaultSavePlanner(), CopyingPlanner()
     planner.set_up_planner({str(at): torch.ones(5) for at in range(20)}, is_coordinator=True)
-    writer = FilesWriter(tmp_path, Disk())
+    writer = CheckpointWriter(tmp_path, Disk())
     (plan,) = writer.prepare_global_plan([planner.create_local_plan()])
     assert len(writer.write_data(plan, copies).wait()) == 20
     assert copies.most == 1 and copies.alive == 0
@@ -177,7 +177,8 @@ def test_what_is_large_is_read_in_several_threads(tmp_path):
 
     import torch.distributed.checkpoint as dcp
 
-    from megatron.training.checkpoint.format import safe_unpickle
+    from megatron.training.checkpoint.format import thread_pool
+    from megatron.training.checkpoint.load.storage_reader import SafeReader
 
     class Planner(dcp.DefaultLoadPlanner):
         def commit_tensor(self, read_item, tensor):
@@ -189,14 +190,14 @@ def test_what_is_large_is_read_in_several_threads(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
-        with mock.patch.object(safe_unpickle, "_THREAD_NBYTES", 20_000):
-            dcp.load(read, storage_reader=safe_unpickle.PlainReader(tmp_path), planner=Planner(), no_dist=True)
+        with mock.patch.object(thread_pool, "_THREAD_NBYTES", 20_000):
+            dcp.load(read, storage_reader=SafeReader(tmp_path), planner=Planner(), no_dist=True)
     assert all(torch.equal(read[name], value) for name, value in saved.items())
     assert 2 <= len(readers) <= 8 and sum(map(len, readers.values())) == 19
 
 
 def test_threads_use_the_gpu_of_their_rank():
-    from megatron.training.checkpoint.save.storage_writer import on_this_device
+    from megatron.training.checkpoint.format.thread_pool import on_this_device
 
     with (
         mock.patch.object(torch.cuda, "is_initialized", lambda: True),
@@ -214,7 +215,7 @@ def test_a_shared_place_is_read_anew_for_another_dtype_or_shape(tmp_path):
 
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
-    from megatron.training.checkpoint.save.dedup_planner import same_places
+    from megatron.training.checkpoint.load.storage_reader import duplicate_reads
 
     place = SimpleNamespace(relative_path="__0_0.distcp", offset=0, length=9)
     wanted = {
@@ -222,4 +223,4 @@ def test_a_shared_place_is_read_anew_for_another_dtype_or_shape(tmp_path):
         "long": torch.zeros(2), "number": 0, "text": "",
     }  # fmt: skip
     index = SimpleNamespace(storage_data={MetadataIndex(name): place for name in wanted})
-    assert same_places(wanted, index) == {"alike": "fine", "text": "number"}
+    assert duplicate_reads(wanted, index) == {"alike": "fine", "text": "number"}

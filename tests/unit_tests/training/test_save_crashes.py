@@ -15,12 +15,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
-from megatron.training.checkpoint.format import manifest
-from megatron.training.checkpoint.format.filesystem import Disk, FileFacts
-from megatron.training.checkpoint.format.integrity import changed_files, damage
+from megatron.training.checkpoint.format.filesystem import Disk, FileDigest
+from megatron.training.checkpoint.format.integrity import checksum_errors, find_damage, manifest_bytes
 from megatron.training.checkpoint.format.paths import TRACKER, all_hidden, folder_to_load, read_tracker
 from megatron.training.checkpoint.save.publish import begin, publish, retain
-from megatron.training.checkpoint.save.storage_writer import FilesWriter, described
+from megatron.training.checkpoint.save.storage_writer import CheckpointWriter, with_storage_data
 from tests.unit_tests.harness.crashing_disk import CrashingDisk
 
 EVERY_POINT = os.environ.get("MEGATRON_TRAINING_EVERY_CRASH") == "1"
@@ -39,9 +38,9 @@ def save(disk: Disk, root: Path, iteration: int, content: int | None = None) -> 
     partial = begin(disk, root, iteration)
     try:
         values = values_of(iteration if content is None else content)
-        writer = FilesWriter(partial.folder, disk)
+        writer = CheckpointWriter(partial.folder, disk)
         dcp.save(values, storage_writer=writer, no_dist=True)
-        metadata = pickle.dumps(described(writer, writer.metadata, [writer.written]))
+        metadata = pickle.dumps(with_storage_data(writer, writer.metadata, [writer.written]))
         publish(disk, partial, writer.written.files, {".metadata": metadata, "run_config.yaml": b"a: 1\n"})
         retain(disk, root, 10, iteration)
     finally:
@@ -60,7 +59,7 @@ def load(root: Path) -> int | None:
     folder = folder_to_load(root, None)
     if folder is None:
         return None
-    assert changed_files(folder, 0, 1) == []
+    assert checksum_errors(folder, 0, 1) == []
     values = {"weight": torch.zeros(3, 4), "step": -1}
     dcp.load(values, storage_reader=FileSystemReader(str(folder)), no_dist=True)
     assert values["weight"].equal(values_of(values["step"])["weight"])
@@ -121,7 +120,7 @@ def points(operations: list[str], offset: int) -> list[int]:
 
 def nothing_half_done_is_seen(root: Path) -> None:
     for folder in root.glob("iter_*"):
-        assert damage(folder) is None and changed_files(folder, 0, 1) == []
+        assert find_damage(folder) is None and checksum_errors(folder, 0, 1) == []
     with contextlib.suppress(FileNotFoundError):
         assert read_tracker(root) is None or isinstance(read_tracker(root), int)
 
@@ -152,7 +151,7 @@ def test_a_damaged_file_is_named(saved, tmp_path, name, harm, told):
     root = Path(shutil.copytree(saved, tmp_path / "copy"))
     folder = root / "iter_0000020"
     harm(folder / name)
-    problems = damage(folder) or ", ".join(changed_files(folder, 0, 1))
+    problems = find_damage(folder) or ", ".join(checksum_errors(folder, 0, 1))
     assert problems.startswith(told.format(name))
     if harm is not flip_a_bit:
         with pytest.raises(ValueError, match="complete besides: iter_0000010"):
@@ -163,19 +162,19 @@ def test_a_damaged_manifest_is_named_and_foreign_files_too(saved, tmp_path):
     folder = Path(shutil.copytree(saved / "iter_0000010", tmp_path / "iter_0000010"))
     (folder / "__9_0.distcp").write_bytes(b"")
     (folder / ".nfs0001").write_bytes(b"")
-    assert damage(folder) == "__9_0.distcp does not belong to it"
+    assert find_damage(folder) == "__9_0.distcp does not belong to it"
     text = (folder / "manifest.json").read_text()
     (folder / "manifest.json").write_text(text.replace('"bytes": ', '"bytes": 1', 1))
-    assert damage(folder) == "manifest.json was changed after it was written"
+    assert find_damage(folder) == "manifest.json was changed after it was written"
     (folder / "manifest.json").write_text(text[:50])
-    assert damage(folder).startswith("manifest.json cannot be read")
+    assert find_damage(folder).startswith("manifest.json cannot be read")
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "../iter_0000020/.metadata", ".."])
 def test_a_manifest_names_no_file_elsewhere(tmp_path, name):
     """Reading the first for its checksum would never end."""
-    (tmp_path / "manifest.json").write_bytes(manifest.to_bytes({name: FileFacts(nbytes=0, checksum="")}))
-    assert damage(tmp_path) == f"manifest.json names the file {name!r}, which is not in the checkpoint"
+    (tmp_path / "manifest.json").write_bytes(manifest_bytes({name: FileDigest(nbytes=0, checksum="")}))
+    assert find_damage(tmp_path) == f"manifest.json names the file {name!r}, which is not in the checkpoint"
 
 
 def test_a_file_that_the_system_cuts_off_is_told_in_its_words(tmp_path):
@@ -185,7 +184,7 @@ def test_a_file_that_the_system_cuts_off_is_told_in_its_words(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (4777, before[1]))
     try:
         with pytest.raises(CheckpointException) as caught:
-            dcp.save(values, storage_writer=FilesWriter(tmp_path, Disk()), no_dist=True)
+            dcp.save(values, storage_writer=CheckpointWriter(tmp_path, Disk()), no_dist=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert caught.value.failures[0][0].errno == errno.EFBIG
@@ -247,7 +246,7 @@ def test_a_file_or_a_link_in_the_place_of_a_checkpoint_is_replaced(tmp_path):
     save(Disk(), root, 10)
     save(Disk(), root, 20)
     assert sorted(path.name for path in root.iterdir()) == ["iter_0000010", "iter_0000020", TRACKER]
-    assert load(root) == 20 and damage(elsewhere) is None, "what the link led to is not ours to delete"
+    assert load(root) == 20 and find_damage(elsewhere) is None, "what the link led to is not ours to delete"
 
 
 def test_what_cannot_be_deleted_stops_no_save(tmp_path):

@@ -13,7 +13,7 @@ _PIECE_NBYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileFacts:
+class FileDigest:
     """What a file must be."""
 
     nbytes: int
@@ -68,7 +68,7 @@ class ChecksummedFile:
     def __init__(self, disk: Disk, path: Path) -> None:
         self._disk, self._stream = disk, disk.create(path)
         self._hash, self._nbytes = hashlib.new(ALGORITHM), 0
-        self._facts: FileFacts | None = None
+        self._digest: FileDigest | None = None
         self.error: OSError | None = None
         """Why it could not be written; torch's writer makes something else of it on its way."""
 
@@ -97,13 +97,13 @@ class ChecksummedFile:
     def flush(self) -> None:
         """Nothing: `close` does."""
 
-    def close(self) -> FileFacts:
+    def close(self) -> FileDigest:
         """Returns when the file is safe on the disk; once more, and it only answers."""
-        if self._facts is None:
+        if self._digest is None:
             with self._stream:
                 self._disk.sync(self._stream)
-            self._facts = FileFacts(nbytes=self._nbytes, checksum=self._hash.hexdigest())
-        return self._facts
+            self._digest = FileDigest(nbytes=self._nbytes, checksum=self._hash.hexdigest())
+        return self._digest
 
     def discard(self) -> None:
         """Closes a file that is of no use any more."""
@@ -111,7 +111,7 @@ class ChecksummedFile:
             self._stream.close()
 
 
-def write_file(disk: Disk, path: Path, data: bytes) -> FileFacts:
+def write_file(disk: Disk, path: Path, data: bytes) -> FileDigest:
     """Writes a whole file and makes it safe."""
     file = ChecksummedFile(disk, path)
     try:
@@ -122,7 +122,7 @@ def write_file(disk: Disk, path: Path, data: bytes) -> FileFacts:
         raise
 
 
-def facts_of(path: Path) -> FileFacts:
+def digest_of(path: Path) -> FileDigest:
     """Size and checksum of a file that is there."""
     total, nbytes = hashlib.new(ALGORITHM), 0
     with path.open("rb", buffering=0) as stream:
@@ -130,7 +130,7 @@ def facts_of(path: Path) -> FileFacts:
         while count := stream.readinto(piece):
             total.update(piece[:count])
             nbytes += count
-    return FileFacts(nbytes=nbytes, checksum=total.hexdigest())
+    return FileDigest(nbytes=nbytes, checksum=total.hexdigest())
 
 
 def delete_tree(disk: Disk, folder: Path) -> None:

@@ -1,39 +1,76 @@
-"""Telling a checkpoint that was damaged after it was written, before a run reads it."""
+"""Integrity of a checkpoint's files: the manifest with their sizes and checksums, and what differs from it."""
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron.training.checkpoint.format import manifest
-from megatron.training.checkpoint.format.filesystem import FileFacts, facts_of
-from megatron.training.checkpoint.format.safe_unpickle import read_metadata
+from megatron.training.checkpoint.format.filesystem import ALGORITHM, FileDigest, digest_of
+from megatron.training.checkpoint.format.metadata import METADATA, read_metadata
+from megatron.training.checkpoint.format.thread_pool import even_parts, in_threads
 
-_MOST_THREADS = 8
-"""Of one rank that reads files for their checksums."""
+MANIFEST = "manifest.json"
+"""Lists every file of a checkpoint with its size and checksum; written last before the checkpoint is published."""
+_VERSION = 1
+
 _MOST_TOLD = 8
 """Files that a message names."""
 
 
-def damage(folder: Path) -> str | None:
+def manifest_bytes(files: Mapping[str, FileDigest]) -> bytes:
+    """The file's content: JSON, with a checksum of its own over the rest."""
+    listed = {name: {"bytes": digest.nbytes, ALGORITHM: digest.checksum} for name, digest in sorted(files.items())}
+    document = {"version": _VERSION, "algorithm": ALGORITHM, "files": listed, "checksum": _own_checksum(listed)}
+    return (json.dumps(document, indent=1) + "\n").encode()
+
+
+def _parse_manifest(data: bytes) -> dict[str, FileDigest]:
+    """The files that `manifest_bytes` listed. Raises ValueError if it is anything else."""
+    try:
+        document = json.loads(data)
+        version, listed, checksum = document["version"], document["files"], document["checksum"]
+        files = {name: FileDigest(nbytes=entry["bytes"], checksum=entry[ALGORITHM]) for name, entry in listed.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
+    if version != _VERSION:
+        raise ValueError(f"{MANIFEST} has version {version}, expected {_VERSION}")
+    if outside := [name for name in files if Path(name).name != name or name == ".."]:
+        raise ValueError(f"{MANIFEST} names the file {outside[0]!r}, which is not in the checkpoint")
+    if checksum != _own_checksum(listed):
+        raise ValueError(f"{MANIFEST} was changed after it was written")
+    return files
+
+
+def read_manifest(folder: Path) -> dict[str, FileDigest] | None:
+    """The files of the checkpoint in `folder`; None if it has no manifest. Raises ValueError if it is damaged."""
+    path = folder / MANIFEST
+    return _parse_manifest(path.read_bytes()) if path.exists() else None
+
+
+def _own_checksum(listed: Mapping[str, object]) -> str:
+    return hashlib.new(ALGORITHM, json.dumps(listed, sort_keys=True).encode()).hexdigest()
+
+
+def find_damage(folder: Path) -> str | None:
     """What is wrong with the files of a checkpoint, judged by their names and sizes; None if nothing is."""
     try:
-        files = manifest.read(folder)
+        files = read_manifest(folder)
     except (OSError, ValueError) as error:
         return str(error)
-    return in_words(list(_differences(folder, files))) if files is not None else _shorter_than_its_metadata(folder)
+    return summarized(list(_differences(folder, files))) if files is not None else _shorter_than_its_metadata(folder)
 
 
-def _differences(folder: Path, files: dict[str, FileFacts]) -> Iterator[str]:
+def _differences(folder: Path, files: dict[str, FileDigest]) -> Iterator[str]:
     """Files that are not as the manifest says."""
-    for name, facts in files.items():
+    for name, digest in files.items():
         path = folder / name
         if not path.exists():
             yield f"{name} is missing"
-        elif (nbytes := path.stat().st_size) != facts.nbytes:
-            yield f"{name} has {nbytes} of {facts.nbytes} bytes"
-    known = {*files, manifest.MANIFEST}
+        elif (nbytes := path.stat().st_size) != digest.nbytes:
+            yield f"{name} has {nbytes} of {digest.nbytes} bytes"
+    known = {*files, MANIFEST}
     # Hidden files are the operating system's, as those of NFS.
     there = (path.name for path in folder.iterdir() if not path.name.startswith("."))
     yield from (f"{name} does not belong to it" for name in sorted(there) if name not in known)
@@ -41,9 +78,8 @@ def _differences(folder: Path, files: dict[str, FileFacts]) -> Iterator[str]:
 
 def _shorter_than_its_metadata(folder: Path) -> str | None:
     """The damage of a checkpoint without a manifest: Megatron-LM's, or one from before there were any."""
-    metadata = folder / ".metadata"
-    if not metadata.exists():
-        return f"{metadata.name} is missing"
+    if not (folder / METADATA).exists():
+        return f"{METADATA} is missing"
     try:
         storage = read_metadata(folder).storage_data
     except (ValueError, OSError) as error:
@@ -60,43 +96,30 @@ def _shorter_than_its_metadata(folder: Path) -> str | None:
     return None
 
 
-def changed_files(folder: Path, rank: int, world_size: int) -> list[str]:
+def checksum_errors(folder: Path, rank: int, world_size: int) -> list[str]:
     """What is wrong with the content of this rank's share of the files; nothing if there is no manifest."""
-    files = manifest.read(folder)
-    names = [] if files is None else share(files, rank, world_size)
-    if not names:
+    files = read_manifest(folder)
+    if files is None:
         return []
-    with ThreadPoolExecutor(min(len(names), _MOST_THREADS)) as threads:
-        found = threads.map(lambda name: _change(folder / name, files[name]), names)
-    return [problem for problem in found if problem is not None]
+    names = even_parts(sorted(files), world_size, lambda name: files[name].nbytes)[rank]
+    return [problem for problem in in_threads(lambda name: _change(folder / name, files[name]), names) if problem]
 
 
-def share(files: dict[str, FileFacts], rank: int, world_size: int) -> list[str]:
-    """The names of the files that `rank` is to read, so that all read about as much."""
-    loads, mine = [0] * world_size, []
-    for name in sorted(files, key=lambda name: (-files[name].nbytes, name)):
-        least = loads.index(min(loads))
-        loads[least] += files[name].nbytes + 1
-        if least == rank:
-            mine.append(name)
-    return mine
-
-
-def _change(path: Path, expected: FileFacts) -> str | None:
+def _change(path: Path, expected: FileDigest) -> str | None:
     try:
-        is_same = facts_of(path) == expected
+        is_same = digest_of(path) == expected
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
     return None if is_same else f"{path.name} is not what was written (its checksum differs)"
 
 
-def in_words(problems: Sequence[str]) -> str | None:
+def summarized(problems: Sequence[str]) -> str | None:
     """The first of several problems, and how many more there are; None if there is none."""
     more = len(problems) - _MOST_TOLD
     return ", ".join([*problems[:_MOST_TOLD], *([f"and {more} more"] if more > 0 else [])]) or None
 
 
-def what_failed(error: CheckpointException) -> str:
+def read_error(error: CheckpointException) -> str:
     """The reason of a read that failed on this rank, in one line."""
     ((reason, _),) = error.failures.values()
     lines = str(reason).strip().splitlines()

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.training.checkpoint.format import manifest
-from megatron.training.checkpoint.format.integrity import damage
-from megatron.training.checkpoint.format.safe_unpickle import METADATA
+from megatron.training.checkpoint.format.integrity import MANIFEST, find_damage
+from megatron.training.checkpoint.format.metadata import METADATA
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Names the latest iteration; written last, so that it never names half a checkpoint."""
@@ -90,7 +89,7 @@ def folder_to_load(root: Path, step: int | None) -> Path | None:
         there = sorted(root.glob("iter_*"))
         if not there:
             return None
-        if len(there) > 1 or not (there[0] / manifest.MANIFEST).exists():
+        if len(there) > 1 or not (there[0] / MANIFEST).exists():
             raise ValueError(
                 f"{root} has no {TRACKER}, but {', '.join(path.name for path in there)}; pass --ckpt-step to choose "
                 f"an iteration ({complete_iterations(root)}), or another --load"
@@ -98,8 +97,8 @@ def folder_to_load(root: Path, step: int | None) -> Path | None:
     folder = there[0] if wanted is None else _folder_of(root, wanted)
     if not folder.exists():
         raise ValueError(f"{folder} does not exist; {complete_iterations(root)}, which --ckpt-step chooses")
-    if problem := damage(folder):
-        raise ValueError(damaged(folder, problem))
+    if problem := find_damage(folder):
+        raise ValueError(damage_message(folder, problem))
     return folder
 
 
@@ -145,7 +144,7 @@ def _folder_of(root: Path, wanted: int | str) -> Path:
     return next(iter(replaced), folder)
 
 
-def damaged(folder: Path, problem: str) -> str:
+def damage_message(folder: Path, problem: str) -> str:
     """The sentence for a checkpoint that cannot be read, and what to do."""
     return (
         f"{folder} is no complete fsdp_dtensor checkpoint: {problem}; {complete_iterations(folder.parent, folder)}, "
@@ -155,5 +154,5 @@ def damaged(folder: Path, problem: str) -> str:
 
 def complete_iterations(root: Path, except_for: Path | None = None) -> str:
     """Which checkpoints below `root` can be read."""
-    found = [path.name for path in sorted(root.glob("iter_*")) if path != except_for and damage(path) is None]
+    found = [path.name for path in sorted(root.glob("iter_*")) if path != except_for and find_damage(path) is None]
     return f"complete {'besides' if except_for else 'there'}: {', '.join(found) or 'none'}"

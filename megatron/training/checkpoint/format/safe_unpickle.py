@@ -11,27 +11,13 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed.checkpoint.filesystem as dcp_files
 import torch.distributed.checkpoint.metadata as dcp_metadata
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
 
-from megatron.training.checkpoint.format.validate_metadata import check_index
-from megatron.training.checkpoint.save.storage_writer import on_this_device
-
-METADATA = ".metadata"
-
-_MOST_THREADS = 8
-_THREAD_NBYTES = 256 << 20
-"""A rank that reads more takes another thread."""
+from megatron.training.checkpoint.format.torch_compat import StorageInfo
 
 
 def _path(*parts: str) -> str:
@@ -48,8 +34,11 @@ _HARMLESS: dict[tuple[str, str], object] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,
-    **dict.fromkeys((("pathlib", name) for name in ("PosixPath", "WindowsPath", "PurePosixPath")), _path),
-    **dict.fromkeys((("pathlib._local", name) for name in ("PosixPath", "WindowsPath", "PurePosixPath")), _path),
+    **{
+        (module, name): _path
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath")
+    },
 }
 """What both kinds of pickle may name; paths become text, since one of another system cannot be made."""
 
@@ -61,7 +50,7 @@ _OF_METADATA: dict[tuple[str, str], object] = {
             "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
         )
     },
-    (dcp_files.__name__, "_StorageInfo"): dcp_files._StorageInfo,
+    (dcp_files.__name__, "_StorageInfo"): StorageInfo,
 }  # fmt: skip
 
 
@@ -121,78 +110,9 @@ class _Arguments(_Allowed):
         return Opaque(pid)
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """The index of a checkpoint: names, shapes, and where the bytes are.
-
-    Raises:
-        ValueError: it is damaged, or names what an index does not consist of, or files outside the folder.
-        OSError: it cannot be read.
-    """
-    with open(folder / METADATA, "rb") as stream:
-        try:
-            metadata = _Allowed(stream, _OF_METADATA).load()
-        except Exception as error:  # noqa: BLE001  (damaged bytes can raise anything)
-            raise ValueError(f"{METADATA} cannot be read ({error!r})") from error
-    check_index(metadata, METADATA)
-    return metadata
-
-
-class PlainReader(FileSystemReader):
-    """torch's reader, with an index that is read as data, once.
-
-    Args:
-        folder: the checkpoint.
-        metadata: its index, if it has been read.
-    """
-
-    def __init__(self, folder: Path, metadata: Metadata | None = None):
-        super().__init__(str(folder))
-        self._folder, self._metadata = folder, metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index of the checkpoint."""
-        metadata = self._metadata or read_metadata(self._folder)
-        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
-        """Reads what is planned, large parts of it in several threads, each of which has one stored piece at a time."""
-        sizes = {id(item): self.storage_data[item.storage_index].length for item in plan.items}
-        parts: list[list[ReadItem]] = [[] for _ in range(min(_MOST_THREADS, 1 + sum(sizes.values()) // _THREAD_NBYTES))]
-        loads = [0] * len(parts)
-        for item in sorted(plan.items, key=lambda item: -sizes[id(item)]):
-            least = loads.index(min(loads))
-            parts[least].append(item)
-            loads[least] += sizes[id(item)]
-        read = super().read_data
-        with ThreadPoolExecutor(len(parts), initializer=on_this_device()) as threads:
-            for done in threads.map(lambda items: read(replace(plan, items=items), planner), parts):
-                done.wait()
-        return done
-
-
-def stored_bytes(folder: Path, metadata: Metadata, index: MetadataIndex) -> bytes:
-    """What is stored of one tensor's chunk or one value, as `torch.save` wrote it."""
-    place = metadata.storage_data[index]
-    with open(folder / place.relative_path, "rb") as stream:
-        stream.seek(place.offset)
-        return stream.read(place.length)
-
-
-def read_value(folder: Path, metadata: Metadata, name: str) -> Any:
-    """A stored value that is no tensor. ValueError if it is damaged, or more than plain data."""
-    try:
-        return torch.load(io.BytesIO(stored_bytes(folder, metadata, MetadataIndex(name))), weights_only=True)
-    except Exception as error:  # noqa: BLE001  (damaged bytes can raise anything)
-        raise ValueError(f"{name} cannot be read ({error!r})") from error
-
-
-def read_arguments(folder: Path, metadata: Metadata) -> dict[str, Any]:
-    """The arguments of the run that saved: what of `args` is plain data; empty if there are none."""
-    if "args" not in metadata.state_dict_metadata:
-        return {}
-    return plain_arguments(stored_bytes(folder, metadata, MetadataIndex("args")))
+def load_index(stream: BinaryIO) -> Any:
+    """The object in the pickle of a checkpoint's index. Raises UnpicklingError for names that it has no use for."""
+    return _Allowed(stream, _OF_METADATA).load()
 
 
 def plain_arguments(saved: bytes) -> dict[str, Any]:

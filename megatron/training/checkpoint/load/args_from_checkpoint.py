@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from megatron.training.checkpoint.format.metadata import read_arguments, read_metadata
 from megatron.training.checkpoint.format.paths import folder_to_load
-from megatron.training.checkpoint.format.safe_unpickle import read_arguments, read_metadata
 from megatron.training.config import RunConfig
 from megatron.training.config.flags import all_flags
 from megatron.training.errors import ConfigError

@@ -1,7 +1,6 @@
 """Reading a checkpoint into a run that is built, saved on any number of ranks under any sharding strategy."""
 
 import copy
-import io
 import logging
 import warnings
 from collections.abc import Mapping
@@ -9,24 +8,30 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
 
 from megatron.training.checkpoint.format.flatten import flattened, with_leaves
-from megatron.training.checkpoint.format.integrity import changed_files, in_words, what_failed
-from megatron.training.checkpoint.format.paths import check_format, damaged, folder_to_load, iteration_of
-from megatron.training.checkpoint.format.safe_unpickle import PlainReader, read_arguments, read_metadata, read_value
-from megatron.training.checkpoint.load.check_architecture import differences
+from megatron.training.checkpoint.format.integrity import checksum_errors, read_error, summarized
+from megatron.training.checkpoint.format.metadata import read_arguments, read_metadata, read_value
+from megatron.training.checkpoint.format.paths import check_format, damage_message, folder_to_load, iteration_of
+from megatron.training.checkpoint.load.compatibility import (
+    check_architecture,
+    check_components,
+    check_names,
+    check_tensor_parallel_size,
+)
 from megatron.training.checkpoint.load.lr_schedule import load_schedule
-from megatron.training.checkpoint.load.match_keys import MODEL, Difference, Stored, compare, of_all_ranks
-from megatron.training.checkpoint.load.vocab_padding import with_saved_rows
-from megatron.training.checkpoint.run_state.contents import Parts, rank_key, tensors
+from megatron.training.checkpoint.load.match_keys import (
+    Stored,
+    compare,
+    with_saved_rows,
+)
+from megatron.training.checkpoint.load.storage_reader import DataOnlyPlanner, SafeReader, duplicate_reads
+from megatron.training.checkpoint.run_state.contents import Components, rank_key, tensors, without_garbage_collection
 from megatron.training.checkpoint.run_state.rng_state import restore
-from megatron.training.checkpoint.save.dedup_planner import same_places, without_collection
-from megatron.training.collective_errors import any_rank, on_every_rank, on_first_rank
+from megatron.training.collective_errors import gather_if_any, on_every_rank, on_first_rank
 from megatron.training.config.schema import CheckpointConfig
 from megatron.training.errors import MissingCheckpointError
 from megatron.training.ranks import ON_EVERY_RANK
@@ -34,26 +39,6 @@ from megatron.training.state import Run
 from megatron_fsdp.mcore.stored_state import StoredState
 
 logger = logging.getLogger(__name__)
-
-
-_RAISING = ("assume_ok_unexpected", "raise_unexpected", "raise_all")
-"""Values of `--dist-ckpt-strictness` that insist on every weight, as in Megatron-LM."""
-
-
-class DataOnlyPlanner(DefaultLoadPlanner):
-    """Reads a flat dict of tensors and plain values, and refuses values whose unpickling would run code."""
-
-    def __init__(self):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._read: dict[bytes, Any] = {}
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Takes over one value that is no tensor."""
-        # Thousands of parameters have the same few options, and unpickling one takes a tenth of a millisecond.
-        stored = value.getvalue()
-        if stored not in self._read:
-            self._read[stored] = torch.load(value, weights_only=True)
-        self.original_state_dict[read_item.dest_index.fqn] = copy.deepcopy(self._read[stored])
 
 
 def load_checkpoint(run: Run) -> bool:
@@ -75,7 +60,7 @@ def load_checkpoint(run: Run) -> bool:
         return False
     if checkpoint.verify_checksums:
         _verify(found.folder, run)
-    _read(run, found.folder, parts_to_load(run, is_pretrained=found.is_pretrained))
+    _read(run, found.folder, components_to_load(run, is_pretrained=found.is_pretrained))
     logger.info("loaded %s, at iteration %d", found.folder, run.state.iteration)
     return True
 
@@ -98,11 +83,11 @@ def _find(checkpoint: CheckpointConfig) -> _Found | None:
     return None
 
 
-def parts_to_load(run: Run, *, is_pretrained: bool = False) -> Parts:
+def components_to_load(run: Run, *, is_pretrained: bool = False) -> Components:
     """What the configuration wants of a checkpoint; of one to begin with, the weights."""
     checkpoint = run.config.checkpoint
     resumes = not (checkpoint.finetune or is_pretrained)
-    return Parts(
+    return Components(
         progress=resumes,
         optimizer=resumes and checkpoint.load_optim and run.optimizer is not None,
         rng=resumes and checkpoint.load_rng and run.optimizer is not None,
@@ -112,77 +97,65 @@ def parts_to_load(run: Run, *, is_pretrained: bool = False) -> Parts:
 def _verify(folder: Path, run: Run) -> None:
     """Raises ValueError with every file that was changed since it was written. **Collective.**"""
     ranks = run.world.ranks
-    mine = on_every_rank(lambda: changed_files(folder, ranks.rank, ranks.world_size), run.world.device)
-    problems: list[list[str]] = [[]] * ranks.world_size
-    dist.all_gather_object(problems, mine)
-    if problem := in_words([each for of_rank in problems for each in of_rank]):
-        raise ValueError(damaged(folder, problem))
+    mine = on_every_rank(lambda: checksum_errors(folder, ranks.rank, ranks.world_size), run.world.device)
+    if problems := gather_if_any(mine, run.world.device):
+        raise ValueError(damage_message(folder, summarized([each for of_rank in problems for each in of_rank])))
 
 
-@without_collection()
-def _read(run: Run, folder: Path, parts: Parts) -> None:
+@without_garbage_collection()
+def _read(run: Run, folder: Path, components: Components) -> None:
     saved = on_every_rank(lambda: read_metadata(folder), run.world.device)
-    _check_parts(folder, parts, saved)
-    counts = on_first_rank(lambda: _saved_counts(folder, saved), run.world.device) if parts.progress else {}
+    check_components(folder, components, saved)
+    arguments, counts = on_first_rank(lambda: _read_values(folder, saved, components), run.world.device)
     names = Stored(saved)
     stored = StoredState(run.model, names.has_weight)
-    values = tensors(run, parts, stored)
-    if parts.rng:
+    values = tensors(run, components, stored)
+    if components.rng:
         source = _rng_source(run, saved)
         values["rng_state"] = {source: values["rng_state"][rank_key(run.world.ranks.rank)]}
     leaves = with_saved_rows(flattened(values), names, run.job.tokenizer.vocab_size)
-    _check_names(run, folder, compare(leaves, names), parts)
-    _check_model(run, folder, saved, parts)
-    _check_ranks(run, folder, saved, stored.tied_to_ranks)
+    check_names(run, folder, compare(leaves, names), components)
+    check_architecture(run, folder, arguments, components)
+    check_tensor_parallel_size(run, folder, arguments, stored.tied_to_ranks)
     values = with_leaves(values, _read_leaves(run, folder, saved, names, leaves))
     run.model.load_state_dict(run.model.state_dict(), strict=False)  # Read in place; compute weights follow.
-    if parts.optimizer:
+    if components.optimizer:
         own_groups = [dict(group) for group in run.optimizer.param_groups]
         own = run.optimizer.fqn_state_dict()
         run.optimizer.load_fqn_state_dict(_with_own_options(own, stored.optimizer_from(values["optimizer"], own)))
         load_schedule(run, values["opt_param_scheduler"], own_groups)
-    if parts.progress:
+    if components.progress:
         run.state.load_state_dict({**run.state.state_dict(), **counts})
-    if parts.rng:
+    if components.rng:
         restore(values["rng_state"][source])
 
 
-def _check_parts(folder: Path, parts: Parts, saved: Metadata) -> None:
-    """Raises ValueError, with the flag to use, if whole parts were not saved."""
-
-    def has(start: str) -> bool:
-        return any(name.startswith(start) for name in saved.state_dict_metadata)
-
-    for is_wanted, name, flag in (
-        (parts.optimizer, "optimizer", "--no-load-optim"),
-        (parts.rng, "rng_state", "--no-load-rng"),
-    ):
-        if is_wanted and not has(name + "."):
-            raise ValueError(f"{folder} was saved without {name}; pass {flag}, or --finetune to start at iteration 0")
-    if parts.rng and not has(f"rng_state.{rank_key(0)}."):
-        raise ValueError(
-            f"the random states in {folder} are not those of this program's ranks; pass --no-load-rng to draw new ones"
-        )
+class _SavedValues(NamedTuple):
+    arguments: dict[str, Any]
+    """Of the run that saved."""
+    counts: dict[str, int]
+    """Fields of `TrainState`; empty if progress is not read."""
 
 
-def _saved_counts(folder: Path, saved: Metadata) -> dict[str, int]:
-    """How far the saved run had come, under Megatron-LM's names or under those of earlier versions of this package."""
+def _read_values(folder: Path, saved: Metadata, components: Components) -> _SavedValues:
+    """The values that are no tensors. Raises ValueError if they are damaged or lack the progress that is to be read."""
     try:
-        counts = _stored_counts(folder, saved)
+        arguments = read_arguments(folder, saved)
+        counts = _saved_counts(folder, saved, arguments) if components.progress else {}
     except ValueError as error:
-        raise ValueError(damaged(folder, str(error))) from error
-    for name in ("iteration", "consumed_train_samples"):
+        raise ValueError(damage_message(folder, str(error))) from error
+    for name in ("iteration", "consumed_train_samples") if components.progress else ():
         if name not in counts:
             raise ValueError(f"{folder} does not say its {name}; pass --finetune to start at iteration 0")
-    if (named := iteration_of(folder)) not in (None, counts["iteration"]):
-        raise ValueError(
-            damaged(folder, f"what it holds is of iteration {counts['iteration']}, not {named}, as if it were renamed")
-        )
-    return counts
+    named = iteration_of(folder)
+    if components.progress and named not in (None, counts["iteration"]):
+        problem = f"what it holds is of iteration {counts['iteration']}, not {named}, as if it were renamed"
+        raise ValueError(damage_message(folder, problem))
+    return _SavedValues(arguments, counts)
 
 
-def _stored_counts(folder: Path, saved: Metadata) -> dict[str, int]:
-    arguments = read_arguments(folder, saved)
+def _saved_counts(folder: Path, saved: Metadata, arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Progress of the saved run, under Megatron-LM's names or under those of earlier versions of this package."""
     places = {
         "iteration": ("iteration", "progress.iteration"),
         "floating_point_operations": ("num_floating_point_operations_so_far", "progress.floating_point_operations"),
@@ -198,88 +171,17 @@ def _stored_counts(folder: Path, saved: Metadata) -> dict[str, int]:
     return counts
 
 
-def _check_names(run: Run, folder: Path, difference: Difference, parts: Parts) -> None:
-    """Raises on every rank if the checkpoint fits not on one: ranks may have different experts. **Collective.**"""
-    checkpoint = run.config.checkpoint
-    if not any_rank(bool(difference), run.world.device):
-        return
-    differences: list[Difference] = [difference] * run.world.ranks.world_size
-    dist.all_gather_object(differences, difference)
-    difference = of_all_ranks(differences)
-    if checkpoint.strict_fsdp_dtensor_load or difference.shapes:
-        hint = "\npass --no-load-optim to go on with the weights alone" if difference.is_optimizers_only else ""
-        raise ValueError(f"{folder} does not fit the run:\n{difference}{hint}")
-    strictness = checkpoint.dist_ckpt_strictness
-    lacks_weights = parts.progress and any(name.startswith(MODEL) for name in difference.missing)
-    if (lacks_weights and strictness in _RAISING) or (difference.unexpected and strictness == "raise_all"):
-        raise ValueError(
-            f"{folder} does not fit the run:\n{difference}\n--dist-ckpt-strictness log_all would keep the run's own"
-        )
-    if strictness == "ignore_all":
-        return
-    logger.warning("%s does not fit the run, which keeps its own values:\n%s", folder, difference, extra=ON_EVERY_RANK)
-
-
-def _check_model(run: Run, folder: Path, saved: Metadata, parts: Parts) -> None:
-    """Raises on every rank if the weights fit but were trained as another model. **Collective.**"""
-
-    def find() -> str:
-        try:
-            return "; ".join(differences(run.config, read_arguments(folder, saved)))
-        except ValueError as error:
-            raise ValueError(damaged(folder, str(error))) from error
-
-    found = on_first_rank(find, run.world.device)
-    if not found:
-        return
-    if parts.progress and run.config.checkpoint.strict_fsdp_dtensor_load:
-        raise ValueError(
-            f"{folder} was trained as another model: {found}; pass the checkpoint's values or --use-checkpoint-args, "
-            "or --no-strict-fsdp-dtensor-load to go on as this model"
-        )
-    logger.warning("%s was trained as another model: %s", folder, found, extra=ON_EVERY_RANK)
-
-
-def _check_ranks(run: Run, folder: Path, saved: Metadata, tied: list[str]) -> None:
-    """Raises on every rank if weights in one piece are of another number of tensor-parallel ranks. **Collective.**"""
-    if not any_rank(bool(tied), run.world.device):
-        return
-
-    def find() -> int | None:
-        try:
-            return read_arguments(folder, saved).get("tensor_model_parallel_size")
-        except ValueError as error:
-            raise ValueError(damaged(folder, str(error))) from error
-
-    size, own = on_first_rank(find, run.world.device), run.config.dist.tensor_model_parallel_size
-    names = f"{', '.join(tied[:3]) or 'experts'}{' and others' if len(tied) > 3 else ''} in one piece"
-    if size is None:
-        logger.warning(
-            "%s has %s and does not say for which --tensor-model-parallel-size; %d, as here, is taken for it",
-            folder,
-            names,
-            own,
-        )
-    elif size != own:
-        raise ValueError(
-            f"{folder} has {names}, with rows in the order of --tensor-model-parallel-size {size}, not {own}; load it "
-            f"with {size} and save it, which makes parts of it that fit any"
-        )
-
-
 def _read_leaves(run: Run, folder: Path, saved: Metadata, names: Stored, leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Reads into those of `leaves` that the checkpoint has; gives them back by their names here. **Collective.**"""
     places = {name: there for name in leaves if (there := names.find(name)) is not None}
     steps = {name: there for name in leaves.keys() - places.keys() if (there := names.step_of_group(name)) is not None}
     wanted = {there: leaves[name] for name, there in places.items()} | dict.fromkeys(steps.values(), 0)
-    same = same_places(wanted, saved)
+    same = duplicate_reads(wanted, saved)
     read = {there: value for there, value in wanted.items() if there not in same}
     problem = _read_here(folder, saved, read) or _not_numbers(wanted, read)
-    if any_rank(problem is not None, run.world.device):
-        problems: list[str | None] = [None] * run.world.ranks.world_size
-        dist.all_gather_object(problems, problem)
-        told = next(f"rank {rank} {each}" for rank, each in enumerate(problems) if each is not None)
-        raise ValueError(damaged(folder, told))
+    if problems := gather_if_any(problem, run.world.device):
+        first = next(f"rank {rank} {each}" for rank, each in enumerate(problems) if each is not None)
+        raise ValueError(damage_message(folder, first))
     for there, value in wanted.items():
         found = read[same.get(there, there)]
         if not isinstance(value, torch.Tensor):
@@ -297,9 +199,9 @@ def _read_here(folder: Path, saved: Metadata, read: dict[str, Any]) -> str | Non
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
         try:
-            dcp.load(read, storage_reader=PlainReader(folder, saved), planner=DataOnlyPlanner(), no_dist=True)
+            dcp.load(read, storage_reader=SafeReader(folder, saved), planner=DataOnlyPlanner(), no_dist=True)
         except CheckpointException as error:
-            return what_failed(error)
+            return read_error(error)
     return None
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
+from megatron_fsdp.dtensor.chunk_metadata import with_rows
 from megatron_fsdp.mcore.stored_names import canonical, part_name, without_expert
 
 MODEL = "model.module."
@@ -20,7 +22,7 @@ _UNEXPECTED_MATTERS = ("model.", STATE)
 """What a checkpoint may not hold in vain; the rest depends on flags, ranks and precision."""
 _LEFT_OUT = "._extra_state"
 """End of the names of what modules keep besides tensors, which is never read."""
-ROWS_OF_VOCABULARY = (".word_embeddings.weight", ".output_layer.weight")
+_VOCABULARY_TABLES = (".word_embeddings.weight", ".output_layer.weight")
 """Ends of the names of parameters with one row for each id."""
 
 
@@ -148,6 +150,24 @@ def _shapes(wanted: Mapping[str, Any], stored: Stored) -> Iterable[str]:
 
 def _padding_to_ask_for(name: str, saved: torch.Size, wanted: torch.Size) -> str:
     """What to do about a table of the vocabulary that has other rows."""
-    if not name.endswith(ROWS_OF_VOCABULARY) or saved[1:] != wanted[1:]:
+    if not name.endswith(_VOCABULARY_TABLES) or saved[1:] != wanted[1:]:
         return ""
     return f"; if the tokenizer is the same, pass --padded-vocab-size {saved[0]}"
+
+
+def with_saved_rows(leaves: Mapping[str, Any], stored: Stored, vocab_size: int) -> dict[str, Any]:
+    """`leaves`, where tables of the vocabulary have as many rows as in the checkpoint, of which every id has one.
+
+    They share memory with the run's tables; rows of padding that the checkpoint lacks are not in them, and keep their
+    values. A checkpoint without a row for every id is left as it is, not to fit.
+    """
+    return {name: _with_saved_rows(name, value, stored, vocab_size) for name, value in leaves.items()}
+
+
+def _with_saved_rows(name: str, value: Any, stored: Stored, vocab_size: int) -> Any:
+    parameter = name.removeprefix(STATE).rpartition(".")[0] if name.startswith(STATE) else name
+    if not isinstance(value, DTensor) or not f".{parameter}".endswith(_VOCABULARY_TABLES):
+        return value
+    saved = stored.shape(stored.find(name) or "")
+    is_padding = saved is not None and saved[1:] == value.shape[1:] and saved[0] != value.shape[0] >= vocab_size
+    return with_rows(value, saved[0]) if is_padding and saved[0] >= vocab_size else value

@@ -179,7 +179,7 @@ def _fused(stored: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     return found
 
 
-def nested(plain: Source) -> dict[str, Any]:
+def as_nested(plain: Source) -> dict[str, Any]:
     """The plain form as a file has it: `model`, `optimizer.state` and the like are dicts by parameter."""
     tree: dict[str, Any] = {}
     for name, value in plain.items():

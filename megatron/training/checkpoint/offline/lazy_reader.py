@@ -15,14 +15,9 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
 
 from megatron.training.checkpoint.format.flatten import flattened
+from megatron.training.checkpoint.format.metadata import METADATA, read_metadata, read_value, stored_bytes
 from megatron.training.checkpoint.format.paths import TRACKER, folder_to_load
-from megatron.training.checkpoint.format.safe_unpickle import (
-    METADATA,
-    plain_arguments,
-    read_metadata,
-    read_value,
-    stored_bytes,
-)
+from megatron.training.checkpoint.format.safe_unpickle import plain_arguments
 
 ARGUMENTS = "args"
 

@@ -4,25 +4,23 @@ import contextlib
 import mmap
 import os
 import shutil
-import struct
 import warnings
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatron.training.checkpoint.format import manifest
-from megatron.training.checkpoint.format.filesystem import facts_of
+from megatron.training.checkpoint.format.filesystem import digest_of
+from megatron.training.checkpoint.format.integrity import MANIFEST, manifest_bytes
 from megatron.training.checkpoint.format.paths import RELEASE, TRACKER, iteration_folder
-from megatron.training.checkpoint.offline.key_mapping import nested
+from megatron.training.checkpoint.format.torch_compat import FakeTensorMode
+from megatron.training.checkpoint.offline.key_mapping import as_nested
 from megatron.training.checkpoint.offline.lazy_reader import Entry, Source
+from megatron.training.checkpoint.offline.zip_checksums import correct_checksums
 
 Progress = Callable[[str, int], None]
 """Called with each tensor's name and bytes when it has been read."""
@@ -91,8 +89,8 @@ def write_folder(source: Source, root: Path, progress: Progress = _no_progress) 
                 )
             except CheckpointException as error:
                 raise _cause(error) from error
-        files = {path.name: facts_of(path) for path in folder.iterdir()}
-        (folder / manifest.MANIFEST).write_bytes(manifest.to_bytes(files))
+        files = {path.name: digest_of(path) for path in folder.iterdir()}
+        (folder / MANIFEST).write_bytes(manifest_bytes(files))
         (partial / TRACKER).write_text(RELEASE if iteration is None else str(iteration), encoding="utf-8")
     return root / folder.name
 
@@ -120,13 +118,13 @@ def write_file(plain: Source, path: Path, progress: Progress = _no_progress) -> 
     """
     with _appearing(path) as partial:
         with FakeTensorMode():
-            tree = nested({name: _of_no_device(value) for name, value in plain.items()})
+            tree = as_nested({name: _of_no_device(value) for name, value in plain.items()})
         _save_with_gaps(tree, partial)
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
             gaps = torch.load(partial, mmap=True, weights_only=True)
-        _fill(nested(plain), gaps, "", progress)
+        _fill(as_nested(plain), gaps, "", progress)
         del gaps
-        _correct_checksums(partial)
+        correct_checksums(partial)
 
 
 def _save_with_gaps(tree: dict[str, Any], path: Path) -> None:
@@ -152,35 +150,3 @@ def _fill(tree: dict[str, Any], gaps: dict[str, Any], prefix: str, progress: Pro
         elif isinstance(value, Entry):
             gaps[name].copy_(value.read())
             progress(prefix + name, value.nbytes)
-
-
-_CENTRAL = struct.Struct("<4s12xI8xHHH8xI")
-"""Of an entry of a zip file's directory: signature, checksum, lengths of name, extra and comment, and its place."""
-_CENTRAL_SIZE, _CHECKSUM_AT, _LOCAL_CHECKSUM_AT = 46, 16, 14
-
-
-def _correct_checksums(path: Path) -> None:
-    """Writes the checksums of a zip file whose records were changed in place."""
-    with zipfile.ZipFile(path) as archive:
-        records, start = archive.infolist(), archive.start_dir
-    with open(path, "r+b") as stream:
-        for record in records:
-            stream.seek(record.header_offset + 26)
-            name_length, extra_length = struct.unpack("<HH", stream.read(4))
-            stream.seek(record.header_offset + 30 + name_length + extra_length)
-            checksum = _checksum(stream, record.file_size)
-            stream.seek(record.header_offset + _LOCAL_CHECKSUM_AT)
-            stream.write(struct.pack("<I", checksum))
-            stream.seek(start + _CHECKSUM_AT)
-            stream.write(struct.pack("<I", checksum))
-            stream.seek(start)
-            _, _, *lengths, _ = _CENTRAL.unpack(stream.read(_CENTRAL_SIZE))
-            start += _CENTRAL_SIZE + sum(lengths)
-
-
-def _checksum(stream: Any, size: int) -> int:
-    checksum = 0
-    while size:
-        block = stream.read(min(size, 1 << 24))
-        checksum, size = zlib.crc32(block, checksum), size - len(block)
-    return checksum

@@ -8,6 +8,9 @@
 - `rng_state.rank_00000.*`: random states of each rank
 """
 
+import contextlib
+import gc
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +24,7 @@ VERSION = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class Components:
     """Which parts of a run are written or read; the model always is."""
 
     progress: bool
@@ -29,22 +32,22 @@ class Parts:
     rng: bool
 
 
-def contents(run: Run, parts: Parts) -> dict[str, Any]:
+def contents(run: Run, components: Components) -> dict[str, Any]:
     """What is written of `run`: the tensors of `tensors` and every plain value. **Collective.**"""
     values: dict[str, Any] = {"checkpoint_version": VERSION, "args": to_arguments(run)}
-    if parts.progress:
+    if components.progress:
         values |= _counts(run)
-    return values | tensors(run, parts, StoredState(run.model))
+    return values | tensors(run, components, StoredState(run.model))
 
 
-def tensors(run: Run, parts: Parts, stored: StoredState) -> dict[str, Any]:
+def tensors(run: Run, components: Components, stored: StoredState) -> dict[str, Any]:
     """The parts of `run` but its counts. Tensors are the run's own: reading into them is loading. **Collective.**"""
     run.model.stop_communication()
     values: dict[str, Any] = {"model": stored.model(run.model.state_dict())}
-    if parts.optimizer and run.optimizer is not None:
+    if components.optimizer and run.optimizer is not None:
         values["optimizer"] = stored.optimizer(run.optimizer.fqn_state_dict())
         values["opt_param_scheduler"] = run.scheduler.state_dict()
-    if parts.rng:
+    if components.rng:
         values["rng_state"] = {rank_key(run.world.ranks.rank): current_state()}
     return values
 
@@ -61,3 +64,15 @@ def _counts(run: Run) -> dict[str, Any]:
 def rank_key(rank: int) -> str:
     """What the random states of a rank are called."""
     return f"rank_{rank:05d}"
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Python collects no garbage inside: among so many objects that live on, looking for it is half of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

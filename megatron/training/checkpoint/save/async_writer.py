@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from megatron.training.checkpoint.format.filesystem import Disk
 from megatron.training.checkpoint.save.shared_memory import SharedMemory, Staged, StagedValues, stage
-from megatron.training.checkpoint.save.storage_writer import FilesWriter, Written, done
+from megatron.training.checkpoint.save.storage_writer import CheckpointWriter, Written, done
 
 _NICENESS = 10
 """So that training's own threads go first, as in megatron-core."""
@@ -109,7 +109,7 @@ class WriterProcess:
         return OSError(f"the process that writes checkpoints (pid {self.pid}) ended {how}")
 
 
-class BackgroundFilesWriter(FilesWriter):
+class AsyncCheckpointWriter(CheckpointWriter):
     """Copies the values of a plan and has them written; `write_data` returns when they may change."""
 
     def __init__(self, folder: Path, process: WriterProcess) -> None:
@@ -157,7 +157,7 @@ def _receive(pipe: Connection, requests: "SimpleQueue[Staged]") -> None:
 def _written(staged: Staged, memory: SharedMemory) -> Written | OSError:
     try:
         memory.attach(staged.memory_nbytes)
-        writer = FilesWriter(staged.folder, Disk())
+        writer = CheckpointWriter(staged.folder, Disk())
         writer.write_data(staged.plan, StagedValues(staged, memory))
         return writer.written
     except OSError as error:

@@ -5,12 +5,10 @@ have the same. So one rank speaks for those that have the same names, one name s
 in the files' index the others point to its place. Readers of torch's distributed checkpoint need not know.
 """
 
-import contextlib
 import dataclasses
-import gc
 import hashlib
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -38,16 +36,16 @@ class Table:
     """Name of what is not written -> name of the same value, which is."""
 
 
-class SharingPlanner(DefaultSavePlanner):
+class DedupPlanner(DefaultSavePlanner):
     """Plans a nested dict; on the first rank `same` then tells which names point to the places of others.
 
     Args:
-        speaks: whether this rank plans what all ranks with the same parameters have alike.
+        is_owner: this rank plans the values that all ranks with the same parameters have alike.
     """
 
-    def __init__(self, *, speaks: bool) -> None:
+    def __init__(self, *, is_owner: bool) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._speaks = speaks
+        self._is_owner = is_owner
         self._table = Table(paths={}, same={})
         self.same: dict[str, str] = {}
         """Of all ranks."""
@@ -62,8 +60,8 @@ class SharingPlanner(DefaultSavePlanner):
             name = ".".join(path)
             leaves[name], at[name] = value, path
         shared = {name: value for name, value in leaves.items() if _is_shared(name, value)}
-        if self._speaks:
-            same = same_values(shared)
+        if self._is_owner:
+            same = find_duplicates(shared)
             skipped = same.keys()
         else:
             same, skipped = {}, shared.keys()
@@ -95,30 +93,15 @@ class SharingPlanner(DefaultSavePlanner):
         return plans, dataclasses.replace(metadata, planner_data=merged)
 
 
-def with_same(places: dict[MetadataIndex, Any], same: Mapping[str, str]) -> dict[MetadataIndex, Any]:
+def with_duplicates(places: dict[MetadataIndex, Any], same: Mapping[str, str]) -> dict[MetadataIndex, Any]:
     """`places` with those of the names that share another's."""
     by_name = {index.fqn: index for index in places}
     shared = {dataclasses.replace(by_name[other], fqn=name): places[by_name[other]] for name, other in same.items()}
     return {**shared, **places}
 
 
-def same_places(wanted: Mapping[str, Any], metadata: Metadata) -> dict[str, str]:
-    """Of `wanted` names that are no shards, share a place and are of one form: each but the first -> the first."""
-    places = {index.fqn: place for index, place in metadata.storage_data.items() if index.fqn in wanted}
-    first: dict[Any, str] = {}
-    same = {}
-    for name, value in wanted.items():
-        if not isinstance(value, DTensor):
-            place = places[name]
-            form = (value.dtype, value.shape) if isinstance(value, torch.Tensor) else None
-            other = first.setdefault((place.relative_path, place.offset, place.length, form), name)
-            if other is not name:
-                same[name] = other
-    return same
-
-
-def speaks(leaves: Iterable[str], device: torch.device) -> bool:
-    """Whether this is the first of the ranks with parameters of these names. **Collective.**"""
+def is_plan_owner(leaves: Iterable[str], device: torch.device) -> bool:
+    """True on the first of the ranks with parameters of these names. **Collective.**"""
     names = "\n".join(sorted(name for name in leaves if name.startswith(_OF_PARAMETERS)))
     digest = torch.frombuffer(bytearray(hashlib.sha256(names.encode()).digest()), dtype=torch.uint8).to(device)
     everyone = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
@@ -126,7 +109,7 @@ def speaks(leaves: Iterable[str], device: torch.device) -> bool:
     return torch.stack(everyone).cpu().tolist().index(digest.cpu().tolist()) == dist.get_rank()
 
 
-def same_values(leaves: Mapping[str, Any]) -> dict[str, str]:
+def find_duplicates(leaves: Mapping[str, Any]) -> dict[str, str]:
     """Of values that are the same bit for bit: each name but the first -> the first."""
     first: dict[Any, str] = {}
     same = {}
@@ -160,15 +143,3 @@ def _is_shared(name: str, value: Any) -> bool:
     if not name.startswith(_SHARED) or isinstance(value, DTensor):
         return False
     return not isinstance(value, torch.Tensor) or value.dim() == 0
-
-
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """Python collects no garbage inside: among so many objects that live on, looking for it is half of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

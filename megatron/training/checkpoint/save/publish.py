@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.training.checkpoint.format import manifest
-from megatron.training.checkpoint.format.filesystem import Disk, FileFacts, delete_tree, write_file
-from megatron.training.checkpoint.format.integrity import damage
+from megatron.training.checkpoint.format.filesystem import Disk, FileDigest, delete_tree, write_file
+from megatron.training.checkpoint.format.integrity import MANIFEST, find_damage, manifest_bytes
 from megatron.training.checkpoint.format.paths import (
     DELETED,
     PARTIAL,
@@ -62,7 +61,7 @@ def begin(disk: Disk, root: Path, iteration: int) -> Partial:
     return Partial(root=root, iteration=iteration, folder=folder, lock=descriptor)
 
 
-def publish(disk: Disk, partial: Partial, written: Mapping[str, FileFacts], texts: Mapping[str, bytes]) -> Path:
+def publish(disk: Disk, partial: Partial, written: Mapping[str, FileDigest], texts: Mapping[str, bytes]) -> Path:
     """Makes a checkpoint whose files are `written` the latest, with small files `texts` added; its folder.
 
     Raises:
@@ -72,8 +71,8 @@ def publish(disk: Disk, partial: Partial, written: Mapping[str, FileFacts], text
     files = dict(written)
     for name, data in texts.items():
         files[name] = write_file(disk, partial.folder / name, data)
-    write_file(disk, partial.folder / manifest.MANIFEST, manifest.to_bytes(files))
-    if problem := damage(partial.folder):
+    write_file(disk, partial.folder / MANIFEST, manifest_bytes(files))
+    if problem := find_damage(partial.folder):
         raise OSError(f"{partial.folder} is not what was written to it: {problem}")
     disk.sync_folder(partial.folder)
     with _one_at_a_time(root):
@@ -83,9 +82,9 @@ def publish(disk: Disk, partial: Partial, written: Mapping[str, FileFacts], text
         disk.rename(partial.folder, folder)
         disk.sync_folder(root)
         write_tracker(disk, root, partial.iteration)
-        condemned = None if replaced is None else _condemned(disk, replaced, root, partial.iteration)
-    if condemned is not None:
-        _delete(disk, condemned)
+        marked = None if replaced is None else _marked_deleted(disk, replaced, root, partial.iteration)
+    if marked is not None:
+        _delete(disk, marked)
     return folder
 
 
@@ -112,10 +111,10 @@ def retain(disk: Disk, root: Path, interval: int, latest: int) -> list[int]:
     """Deletes checkpoints older than `latest` whose iteration `interval` does not divide; their iterations."""
     with _one_at_a_time(root):
         superseded = {at: path for at, path in iteration_folders(root).items() if at < latest and at % interval}
-        condemned = [_condemned(disk, folder, root, iteration) for iteration, folder in superseded.items()]
-    if condemned:
+        marked = [_marked_deleted(disk, folder, root, iteration) for iteration, folder in superseded.items()]
+    if marked:
         disk.sync_folder(root)
-    for folder in condemned:
+    for folder in marked:
         _delete(disk, folder)
     return list(superseded)
 
@@ -133,18 +132,18 @@ def clear_remnants(disk: Disk, root: Path) -> None:
         if hidden.kind == REPLACED and not target.exists():
             disk.rename(hidden.path, target)  # Replacing it was interrupted.
         elif hidden.kind == REPLACED:
-            _delete(disk, _condemned(disk, hidden.path, root, hidden.iteration))
+            _delete(disk, _marked_deleted(disk, hidden.path, root, hidden.iteration))
         elif hidden.kind == DELETED or _is_abandoned(hidden):
             _delete(disk, hidden.path)
         else:
             logger.warning("%s is left alone: another run is writing it", hidden.path)
 
 
-def _condemned(disk: Disk, folder: Path, root: Path, iteration: int) -> Path:
+def _marked_deleted(disk: Disk, folder: Path, root: Path, iteration: int) -> Path:
     """Gives a checkpoint the name of what is to be deleted, so that nobody takes a part of it for a whole."""
-    condemned = hidden_folder(root, iteration, secrets.token_hex(4), DELETED)
-    disk.rename(folder, condemned)
-    return condemned
+    marked = hidden_folder(root, iteration, secrets.token_hex(4), DELETED)
+    disk.rename(folder, marked)
+    return marked
 
 
 def _delete(disk: Disk, folder: Path) -> None:

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron.training.checkpoint.format.filesystem import Disk
 from megatron.training.checkpoint.format.flatten import flattened
 from megatron.training.checkpoint.format.paths import RUN_CONFIG, TRACKER, iteration_folders, read_tracker
-from megatron.training.checkpoint.run_state.contents import Parts, contents
-from megatron.training.checkpoint.save.async_writer import BackgroundFilesWriter, Progress, WriterProcess
-from megatron.training.checkpoint.save.dedup_planner import SharingPlanner, speaks, without_collection
+from megatron.training.checkpoint.run_state.contents import Components, contents, without_garbage_collection
+from megatron.training.checkpoint.save.async_writer import AsyncCheckpointWriter, Progress, WriterProcess
+from megatron.training.checkpoint.save.dedup_planner import DedupPlanner, is_plan_owner
 from megatron.training.checkpoint.save.publish import Partial, begin, discard, publish, retain
-from megatron.training.checkpoint.save.storage_writer import FilesWriter, Written, described
+from megatron.training.checkpoint.save.storage_writer import CheckpointWriter, Written, with_storage_data
 from megatron.training.collective_errors import largest, on_every_rank, on_first_rank, reason
 from megatron.training.config import to_yaml
 from megatron.training.errors import CollectiveError, RunError, SaveError
@@ -36,7 +36,7 @@ class InFlight:
     """A checkpoint that has been begun and is not published."""
 
     iteration: int
-    writer: FilesWriter
+    writer: CheckpointWriter
     started_s: float
 
 
@@ -98,7 +98,7 @@ class Saver:
         started_s, iteration = time.perf_counter(), self._run.state.iteration
         self.finish()
         waited_s = time.perf_counter() - started_s
-        with self._told(iteration):
+        with self._as_save_error(iteration):
             writer = self._begin()
         self._in_flight = InFlight(iteration=iteration, writer=writer, started_s=started_s)
         if self._process is None:
@@ -130,7 +130,7 @@ class Saver:
         if self._in_flight is None:
             return
         saved, self._in_flight = self._in_flight, None
-        with self._told(saved.iteration):
+        with self._as_save_error(saved.iteration):
             folder = self._publish_written(saved.writer)
         duration_s = time.perf_counter() - saved.started_s
         logger.info("saved iteration %d to %s in %.1f s", saved.iteration, folder, duration_s)
@@ -143,16 +143,16 @@ class Saver:
             self._process.close()
             self._process = None
 
-    @without_collection()
-    def _begin(self) -> FilesWriter:
+    @without_garbage_collection()
+    def _begin(self) -> CheckpointWriter:
         folder = self._on_first_rank(self._make_folder)
         if self._process is None:
-            writer = FilesWriter(folder, self._disk)
+            writer = CheckpointWriter(folder, self._disk)
         else:
-            writer = BackgroundFilesWriter(folder, self._process)
-        parts = Parts(progress=True, optimizer=self._checkpoint.save_optim, rng=self._checkpoint.save_rng)
-        values = contents(self._run, parts)
-        planner = SharingPlanner(speaks=speaks(flattened(values), self._run.world.device))
+            writer = AsyncCheckpointWriter(folder, self._process)
+        components = Components(progress=True, optimizer=self._checkpoint.save_optim, rng=self._checkpoint.save_rng)
+        values = contents(self._run, components)
+        planner = DedupPlanner(is_owner=is_plan_owner(flattened(values), self._run.world.device))
         # Raises on every rank if one could not plan, copy or write.
         dcp.save(values, storage_writer=writer, planner=planner)
         writer.same = planner.same
@@ -162,8 +162,8 @@ class Saver:
         self._partial = begin(self._disk, self._checkpoint.save, self._run.state.iteration)
         return self._partial.folder
 
-    @without_collection()
-    def _publish_written(self, writer: FilesWriter) -> Path:
+    @without_garbage_collection()
+    def _publish_written(self, writer: CheckpointWriter) -> Path:
         mine = writer.written if self._process is None else on_every_rank(self._process.result, self._run.world.device)
         written: list[Written | None] = [None] * dist.get_world_size()
         dist.gather_object(mine, written if self._run.world.is_first else None)
@@ -171,12 +171,12 @@ class Saver:
         self._release()
         return folder
 
-    def _publish(self, writer: FilesWriter, written: list[Written]) -> Path:
+    def _publish(self, writer: CheckpointWriter, written: list[Written]) -> Path:
         texts = {
-            ".metadata": pickle.dumps(described(writer, writer.metadata, written)),
+            ".metadata": pickle.dumps(with_storage_data(writer, writer.metadata, written)),
             RUN_CONFIG: to_yaml(self._run.config).encode(),
         }
-        files = {name: facts for rank in written for name, facts in rank.files.items()}
+        files = {name: digest for rank in written for name, digest in rank.files.items()}
         self._warn_of_others()
         folder = publish(self._disk, self._partial, files, texts)
         self._latest = self._partial.iteration
@@ -185,7 +185,7 @@ class Saver:
         return folder
 
     @contextlib.contextmanager
-    def _told(self, iteration: int) -> Iterator[None]:
+    def _as_save_error(self, iteration: int) -> Iterator[None]:
         """Makes a failure that all ranks know of one sentence, and clears up after it."""
         try:
             yield

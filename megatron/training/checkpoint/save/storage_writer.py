@@ -3,25 +3,22 @@
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter, Metadata
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megatron.training.checkpoint.format.filesystem import ChecksummedFile, Disk, FileFacts
-from megatron.training.checkpoint.save.dedup_planner import with_same
-
-_MOST_FILES = 8
-_FILE_NBYTES = 256 << 20
-"""A rank that writes more takes another file, and with it another thread."""
+from megatron.training.checkpoint.format.filesystem import ChecksummedFile, Disk, FileDigest
+from megatron.training.checkpoint.format.thread_pool import even_parts, in_threads, thread_count
+from megatron.training.checkpoint.format.torch_compat import StorageInfo
+from megatron.training.checkpoint.save.dedup_planner import with_duplicates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +27,16 @@ class Written:
 
     results: list[WriteResult]
     """Where each piece lies."""
-    files: dict[str, FileFacts]
+    files: dict[str, FileDigest]
     """By name, without the folder."""
 
 
-class SafeFiles(FileSystem):
+class DurableFileSystem(FileSystem):
     """Files that count only once they are closed: then they are on the disk and their checksums known."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self.files: dict[str, FileFacts] = {}
+        self.files: dict[str, FileDigest] = {}
         """Those that are closed."""
         self.errors: list[OSError] = []
         """Why the others are not. torch loses the errors of its threads."""
@@ -65,12 +62,12 @@ class SafeFiles(FileSystem):
         """Nothing: rank 0 has made the folder, and where it is not to be seen the others must not make their own."""
 
 
-class FilesWriter(FileSystemWriter):
+class CheckpointWriter(FileSystemWriter):
     """Writes the files of a plan into `folder`, and keeps what rank 0 needs to describe them."""
 
     def __init__(self, folder: Path, disk: Disk) -> None:
         super().__init__(folder, sync_files=False)  # Closing a file does.
-        self.fs = self._files = SafeFiles(disk)
+        self.fs = self._files = DurableFileSystem(disk)
         self.written: Written | None = None
         """This rank's files, once they are written."""
         self.metadata: Metadata | None = None
@@ -83,22 +80,21 @@ class FilesWriter(FileSystemWriter):
 
         Each thread has one tensor in the host's memory at a time.
         """
-        shares = _in_files(plan.items, min(_MOST_FILES, 1 + nbytes_of(plan) // _FILE_NBYTES))
+        shares = even_parts(plan.items, thread_count(sum(map(_nbytes, plan.items))), _nbytes)
         names = [f"{plan.storage_data.prefix}{number}.distcp" for number in range(len(shares))]
-        with ThreadPoolExecutor(len(shares), initializer=on_this_device()) as threads:
-            written = threads.map(functools.partial(self._write_file, planner), names, shares)
-            try:
-                results = [result for of_file in written for result in of_file]
-            except Exception as error:
-                # What torch makes of a failed write says less.
-                raise (self._files.errors or [error])[0] from error
+        try:
+            written = in_threads(functools.partial(self._write_file, planner), names, shares)
+        except Exception as error:
+            # What torch makes of a failed write says less.
+            raise (self._files.errors or [error])[0] from error
+        results = [result for of_file in written for result in of_file]
         self.written = Written(results=results, files=self._files.files)
         return done(results)
 
     def _write_file(self, planner: SavePlanner, name: str, items: Sequence[WriteItem]) -> list[WriteResult]:
         results = []
         with self._files.create_stream(Path(self.path) / name, "wb") as stream:
-            for item in items:
+            for item in sorted(items, key=lambda item: item.tensor_data is not None):  # Values first.
                 start = stream.tell()
                 data = planner.resolve_data(item)
                 if isinstance(data, torch.Tensor):
@@ -107,19 +103,12 @@ class FilesWriter(FileSystemWriter):
                     stream.write(data.getbuffer())
                 del data
                 length = stream.tell() - start
-                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+                results.append(WriteResult(item.index, length, StorageInfo(name, start, length)))
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Keeps the plan of all files; `described` makes the file of it."""
+        """Keeps the plan of all files; `with_storage_data` makes the file of it."""
         self.metadata = metadata
-
-
-def on_this_device() -> Callable[[], None]:
-    """What a thread does first to use the GPU of the thread that calls this; otherwise it would use the first one."""
-    if not torch.cuda.is_initialized():
-        return lambda: None
-    return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 class _Unclosed:
@@ -135,21 +124,10 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _in_files(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:
-    """`items` in `count` parts of about the same size, values first."""
-    parts: list[list[WriteItem]] = [[] for _ in range(count)]
-    sizes = [0] * count
-    for item in sorted(items, key=_nbytes, reverse=True):
-        least = sizes.index(min(sizes))
-        parts[least].append(item)
-        sizes[least] += _nbytes(item) or 1
-    return [sorted(part, key=lambda item: item.tensor_data is not None) for part in parts]
-
-
-def described(writer: FilesWriter, metadata: Metadata, written: list[Written]) -> Metadata:
+def with_storage_data(writer: CheckpointWriter, metadata: Metadata, written: list[Written]) -> Metadata:
     """`metadata` with the places of all pieces."""
     places = {result.index: result.storage_data for rank in written for result in rank.results}
-    metadata.storage_data = with_same(places, writer.same)
+    metadata.storage_data = with_duplicates(places, writer.same)
     metadata.storage_meta = writer.storage_meta()
     return metadata
 
@@ -159,11 +137,6 @@ def done(value: Any) -> Future:
     future: Future = Future()
     future.set_result(value)
     return future
-
-
-def nbytes_of(plan: SavePlan) -> int:
-    """The size of a plan's tensors on this rank."""
-    return sum(map(_nbytes, plan.items))
 
 
 def _nbytes(item: WriteItem) -> int:

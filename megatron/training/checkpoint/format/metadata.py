@@ -1,8 +1,10 @@
-"""Whether the index of a checkpoint, once it is unpickled, is one: its parts are there, of their types, and agree."""
+"""The index of a checkpoint (`.metadata`), read as data and checked; and the values that it says the place of."""
 
+import io
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -13,17 +15,60 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron.training.checkpoint.format.safe_unpickle import load_index, plain_arguments
 
-def check_index(index: object, name: str) -> None:
-    """Raises ValueError, calling the index `name`, if anything that reads it could fail or go astray."""
+METADATA = ".metadata"
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The index of a checkpoint: names, shapes, and where the bytes are.
+
+    Raises:
+        ValueError: it is damaged, or names what an index does not consist of, or files outside the folder.
+        OSError: it cannot be read.
+    """
+    with open(folder / METADATA, "rb") as stream:
+        try:
+            metadata = load_index(stream)
+        except Exception as error:  # noqa: BLE001  (damaged bytes can raise anything)
+            raise ValueError(f"{METADATA} cannot be read ({error!r})") from error
+    _check_index(metadata)
+    return metadata
+
+
+def stored_bytes(folder: Path, metadata: Metadata, index: MetadataIndex) -> bytes:
+    """What is stored of one tensor's chunk or one value, as `torch.save` wrote it."""
+    place = metadata.storage_data[index]
+    with open(folder / place.relative_path, "rb") as stream:
+        stream.seek(place.offset)
+        return stream.read(place.length)
+
+
+def read_value(folder: Path, metadata: Metadata, name: str) -> Any:
+    """A stored value that is no tensor. ValueError if it is damaged, or more than plain data."""
+    try:
+        return torch.load(io.BytesIO(stored_bytes(folder, metadata, MetadataIndex(name))), weights_only=True)
+    except Exception as error:  # noqa: BLE001  (damaged bytes can raise anything)
+        raise ValueError(f"{name} cannot be read ({error!r})") from error
+
+
+def read_arguments(folder: Path, metadata: Metadata) -> dict[str, Any]:
+    """The arguments of the run that saved: what of `args` is plain data; empty if there are none."""
+    if "args" not in metadata.state_dict_metadata:
+        return {}
+    return plain_arguments(stored_bytes(folder, metadata, MetadataIndex("args")))
+
+
+def _check_index(index: object) -> None:
+    """Raises ValueError if anything that reads the index could fail or go astray."""
     if not isinstance(index, Metadata):
-        raise ValueError(f"{name} is no index of a checkpoint but {type(index).__name__}")
+        raise ValueError(f"{METADATA} is no index of a checkpoint but {type(index).__name__}")
     try:
         problem = next(_problems(index), None)
     except (AttributeError, TypeError, ValueError) as error:  # Unpickled without their fields, or with others'.
         problem = f"is damaged ({error})"
     if problem is not None:
-        raise ValueError(f"{name} {problem}")
+        raise ValueError(f"{METADATA} {problem}")
 
 
 def _problems(index: Metadata) -> Iterator[str]:
