@@ -11,8 +11,9 @@ from megatron.training.config.to_core import to_ddp_config, to_transformer_confi
 from megatron.training.initialize import World
 from megatron.training.job import Job
 from megatron.training.state import ModelProvider
-from megatron_fsdp.mcore import DistributedDataParallelConfig, FullyShardedDataParallel, with_all_gather_groups
-from megatron_fsdp.mcore.parallel_layout import is_expert_parameter, modes_of, partition_dim
+from megatron_fsdp.mcore import FullyShardedDataParallel, with_all_gather_groups
+from megatron_fsdp.mcore.parallel_layout import modes_of, partition_dim
+from megatron_fsdp.state.param_tags import is_expert_param
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def build_model(job: Job, provider: ModelProvider, world: World) -> FullySharded
         groups = with_all_gather_groups(num_distributed_optimizer_instances=instances)
     return FullyShardedDataParallel(
         core_config,
-        DistributedDataParallelConfig(**to_ddp_config(config)),
+        to_ddp_config(config),
         module,
         fsdp_unit_modules=config.ddp.fsdp_unit_modules,
         device=world.device,
@@ -53,6 +54,6 @@ def count_parameters(module: torch.nn.Module, ranks: DistConfig) -> int:
     return sum(
         param.numel()
         * (1 if partition_dim(param, mode) is None else ranks.tensor_model_parallel_size)
-        * (ranks.expert_model_parallel_size if is_expert_parameter(param) else 1)
+        * (ranks.expert_model_parallel_size if is_expert_param(param) else 1)
         for param, mode in modes_of(module)
     )

@@ -156,9 +156,9 @@ def fsdp_shards_the_optimizer(config: RunConfig, setting: Setting) -> str | None
 def outer_sharding_needs_inner(config: RunConfig, setting: Setting) -> Iterator[str]:
     """Sharding over the outer dimension needs that dimension, and everything sharded inside."""
     ddp = config.ddp
-    if ddp.outer_dp_sharding_strategy == "no_shard":
+    if not ddp.shards_outer:
         return
-    if ddp.data_parallel_sharding_strategy != "optim_grads_params":
+    if not ddp.allows_outer_shard:
         yield "--outer-dp-sharding-strategy optim needs --data-parallel-sharding-strategy optim_grads_params"
     if ddp.num_distributed_optimizer_instances == 1:
         yield "--outer-dp-sharding-strategy optim needs --num-distributed-optimizer-instances above 1"
@@ -184,7 +184,7 @@ def gather_overlaps_only_with_reduce(config: RunConfig, setting: Setting) -> str
 @rule
 def meta_device_needs_sharding(config: RunConfig, setting: Setting) -> str | None:
     """The engine materializes only what it shards."""
-    if config.model.init_model_with_meta_device and config.ddp.data_parallel_sharding_strategy == "no_shard":
+    if config.model.init_model_with_meta_device and not config.ddp.shards_inner:
         return "--init-model-with-meta-device does not go with --data-parallel-sharding-strategy no_shard"
     return None
 
@@ -218,7 +218,7 @@ def copies_have_gathers_to_make(config: RunConfig, setting: Setting) -> Iterator
         return
     if not setting.machine.has_cuda or config.dist.distributed_backend == "gloo":
         yield "--fsdp-copy-engine-gather copies between GPUs, which needs CUDA; leave it out"
-    if ddp.data_parallel_sharding_strategy == "no_shard":
+    if not ddp.shards_inner:
         yield "--fsdp-copy-engine-gather is about gathers; --data-parallel-sharding-strategy no_shard makes none"
     if ddp.nccl_ub:
         yield "--fsdp-copy-engine-gather gathers without NCCL, with which --use-nccl-ub registers memory; leave out one"
@@ -228,7 +228,7 @@ def copies_have_gathers_to_make(config: RunConfig, setting: Setting) -> Iterator
 def gathers_have_a_communicator_to_use(config: RunConfig, setting: Setting) -> Iterator[str]:
     """Gathers over a communicator of their own are made, and by it."""
     ddp = config.ddp
-    if ddp.create_all_gather_group and ddp.data_parallel_sharding_strategy == "no_shard":
+    if ddp.create_all_gather_group and not ddp.shards_inner:
         yield "--create-all-gather-group is about gathers; --data-parallel-sharding-strategy no_shard makes none"
     if ddp.create_all_gather_group and ddp.fsdp_copy_engine_gather:
         yield "--create-all-gather-group has no effect with --fsdp-copy-engine-gather, which needs none; leave out one"

@@ -121,3 +121,18 @@ class DdpConfig:
 
     fp8_param_gather: bool = False
     """Gather weights in fp8. Not supported here yet."""
+
+    @property
+    def shards_inner(self) -> bool:
+        """Each data-parallel rank keeps only a shard of something, so that something is gathered."""
+        return self.data_parallel_sharding_strategy != "no_shard"
+
+    @property
+    def shards_outer(self) -> bool:
+        """Something is also sharded over the outer dimension."""
+        return self.outer_dp_sharding_strategy != "no_shard"
+
+    @property
+    def allows_outer_shard(self) -> bool:
+        """Everything is sharded inside, as sharding over the outer dimension needs."""
+        return self.data_parallel_sharding_strategy == "optim_grads_params"

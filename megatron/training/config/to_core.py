@@ -1,6 +1,4 @@
-"""megatron-core's own configurations, derived from ours. The only file here that imports megatron-core."""
-
-from collections.abc import Mapping
+"""Configurations of megatron-core and of the sharding engine, derived from ours; alone here to import either."""
 
 import torch
 from megatron.core.activations import squared_relu
@@ -17,8 +15,7 @@ from megatron.training.config.plan import (
     query_groups,
 )
 from megatron.training.config.schema import PrecisionConfig, RunConfig
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "auto": None}
+from megatron_fsdp.mcore import DistributedDataParallelConfig
 
 _SAME_NAME = (
     "num_layers", "hidden_size", "num_attention_heads", "attention_dropout", "hidden_dropout", "layernorm_epsilon",
@@ -131,22 +128,20 @@ def to_optimizer_config(config: RunConfig) -> OptimizerConfig:
     )
 
 
-def to_ddp_config(config: RunConfig) -> Mapping[str, object]:
-    """Fields of `megatron_fsdp.mcore.DistributedDataParallelConfig` for a checked `config`."""
+def to_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
+    """The sharding engine's options for a checked `config`."""
     ddp = config.ddp
     same = ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy", "num_distributed_optimizer_instances",
             "overlap_grad_reduce", "overlap_param_gather", "average_in_collective", "use_megatron_fsdp",
             "suggested_communication_unit_size", "megatron_fsdp_enable_fine_grained_param_gather", "nccl_ub",
             "fsdp_double_buffer", "megatron_fsdp_max_pool_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail",
-            "disable_symmetric_registration", "fsdp_copy_engine_gather")  # fmt: skip
-    return {
+            "disable_symmetric_registration", "fsdp_copy_engine_gather", "megatron_fsdp_main_params_dtype",
+            "megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype")  # fmt: skip
+    return DistributedDataParallelConfig(
         **{name: getattr(ddp, name) for name in same},
-        "use_distributed_optimizer": ddp.use_megatron_fsdp,
+        use_distributed_optimizer=ddp.use_megatron_fsdp,
         # As in Megatron-LM: the loop registers, once and after the first step, when nothing more is allocated.
-        "fsdp_manual_registration": ddp.fsdp_manual_registration or ddp.nccl_ub,
-        "fsdp_residency_bytes": residency if (residency := ddp.fsdp_residency_bytes) == "auto" else int(residency),
-        "check_for_nan_in_grad": checks_for_nan(config),
-        "megatron_fsdp_main_params_dtype": _DTYPES[ddp.megatron_fsdp_main_params_dtype],
-        "megatron_fsdp_main_grads_dtype": _DTYPES[ddp.megatron_fsdp_main_grads_dtype],
-        "megatron_fsdp_grad_comm_dtype": _DTYPES[ddp.megatron_fsdp_grad_comm_dtype],
-    }
+        fsdp_manual_registration=ddp.fsdp_manual_registration or ddp.nccl_ub,
+        fsdp_residency_bytes=residency if (residency := ddp.fsdp_residency_bytes) == "auto" else int(residency),
+        check_for_nan_in_grad=checks_for_nan(config),
+    )

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_fsdp.mcore.parallel_layout import is_expert_parameter, modes_of, partition_dim, tensor_parallel_mode
+from megatron_fsdp.mcore.parallel_layout import modes_of, partition_dim, tensor_parallel_mode
+from megatron_fsdp.state.param_tags import is_expert_param
 from megatron_fsdp.state.tensor_parallel import split_dim
 
 
@@ -71,9 +72,9 @@ def test_the_modules_own_declaration_tells_last() -> None:
 
 
 def test_experts_are_the_parameters_without_a_dense_all_reduce() -> None:
-    assert is_expert_parameter(tagged(allreduce=False))
-    assert not is_expert_parameter(tagged(allreduce=True))
-    assert not is_expert_parameter(tagged())
+    assert is_expert_param(tagged(allreduce=False))
+    assert not is_expert_param(tagged(allreduce=True))
+    assert not is_expert_param(tagged())
 
 
 def test_a_tied_parameter_is_listed_once() -> None:

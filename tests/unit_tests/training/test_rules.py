@@ -9,6 +9,8 @@ from megatron.training.config.flags import all_flags
 from megatron.training.config.rule_book import RULES, Setting
 from megatron.training.config.rules_run import NOT_NEGATIVE, POSITIVE, REQUIRED
 from megatron.training.config.rules_support import NOT_YET
+from megatron.training.config.schema_parallel import DdpConfig
+from megatron_fsdp.plan.strategy import OUTER_STRATEGIES, RESTING, Placement, plan_for
 
 CPU = Machine()
 CUDA = Machine(has_cuda=True)
@@ -280,3 +282,12 @@ def test_checkpoint_format_is_free_without_checkpoints() -> None:
 def test_only_evaluating_needs_no_training_flags() -> None:
     argv = RUN.replace("--train-iters 8 --lr 1e-3", "--skip-train --load checkpoints")
     check(load_config(argv.split()), 2, CPU)
+
+
+@pytest.mark.parametrize("outer", OUTER_STRATEGIES)
+@pytest.mark.parametrize("inner", RESTING)
+def test_the_configuration_answers_as_the_engines_table(inner: str, outer: str) -> None:
+    ddp = DdpConfig(data_parallel_sharding_strategy=inner, outer_dp_sharding_strategy=outer)
+    assert ddp.shards_inner == plan_for(inner).shards_anything
+    assert ddp.shards_outer == plan_for("optim_grads_params", outer, inner_size=1, outer_size=2).shards_anything
+    assert ddp.allows_outer_shard == (set(dataclasses.astuple(RESTING[inner])) == {Placement.SHARD})

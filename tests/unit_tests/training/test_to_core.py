@@ -61,21 +61,21 @@ def test_optimizer(argv: str, dtype: torch.dtype) -> None:
 
 def test_ddp() -> None:
     argv = f"{RUN} --data-parallel-sharding-strategy 1 --ddp-average-in-collective --megatron-fsdp-grad-comm-dtype bf16"
-    fields = to_ddp_config(load_config(argv.split()))
-    assert fields["use_megatron_fsdp"] and fields["average_in_collective"]
-    assert fields["data_parallel_sharding_strategy"] == "optim"
-    assert not fields["fsdp_copy_engine_gather"]
-    assert to_ddp_config(load_config(f"{RUN} --fsdp-copy-engine-gather".split()))["fsdp_copy_engine_gather"]
-    assert fields["megatron_fsdp_main_params_dtype"] is torch.float32
-    assert fields["megatron_fsdp_main_grads_dtype"] is None
-    assert fields["megatron_fsdp_grad_comm_dtype"] is torch.bfloat16
+    ddp = to_ddp_config(load_config(argv.split()))
+    assert ddp.use_megatron_fsdp and ddp.average_in_collective
+    assert ddp.data_parallel_sharding_strategy == "optim"
+    assert not ddp.fsdp_copy_engine_gather
+    assert to_ddp_config(load_config(f"{RUN} --fsdp-copy-engine-gather".split())).fsdp_copy_engine_gather
+    assert ddp.megatron_fsdp_main_params_dtype is torch.float32
+    assert ddp.megatron_fsdp_main_grads_dtype is None
+    assert ddp.megatron_fsdp_grad_comm_dtype is torch.bfloat16
 
 
 def test_buffers_are_registered_after_the_first_step() -> None:
-    fields = to_ddp_config(load_config(f"{RUN} --use-nccl-ub --disable-symmetric-registration".split()))
-    assert fields["nccl_ub"] and fields["fsdp_manual_registration"] and fields["disable_symmetric_registration"]
-    fields = to_ddp_config(load_config(f"{RUN} --fsdp-double-buffer".split()))
-    assert fields["fsdp_double_buffer"] and not fields["fsdp_manual_registration"]
+    ddp = to_ddp_config(load_config(f"{RUN} --use-nccl-ub --disable-symmetric-registration".split()))
+    assert ddp.nccl_ub and ddp.fsdp_manual_registration and ddp.disable_symmetric_registration
+    ddp = to_ddp_config(load_config(f"{RUN} --fsdp-double-buffer".split()))
+    assert ddp.fsdp_double_buffer and not ddp.fsdp_manual_registration
 
 
 @pytest.mark.parametrize(
@@ -83,4 +83,4 @@ def test_buffers_are_registered_after_the_first_step() -> None:
     [("", True), ("--no-check-for-nan-in-loss-and-grad", False), ("--fp16", False), ("--fp16 --loss-scale 8", True)],
 )
 def test_gradients_are_checked_unless_overflow_finds_the_loss_scale(argv: str, is_checked: bool) -> None:
-    assert to_ddp_config(load_config(f"{RUN} {argv}".split()))["check_for_nan_in_grad"] is is_checked
+    assert to_ddp_config(load_config(f"{RUN} {argv}".split())).check_for_nan_in_grad is is_checked

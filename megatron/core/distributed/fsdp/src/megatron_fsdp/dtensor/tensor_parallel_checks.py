@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from megatron_fsdp.dtensor.uneven_gather import any_rank
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.runtime.unit import ManagedParam
+from megatron_fsdp.state.param_tags import is_expert_param
 from megatron_fsdp.state.tensor_parallel import TensorCut, local_part, tensor_cut
 
 
@@ -26,7 +27,7 @@ def check_tensor_parallel(params: Iterable[ManagedParam], index: FSDPDistributed
     """
     _check_experts(index)
     for param in params:
-        is_expert = not getattr(param.unsharded, "allreduce", True)
+        is_expert = is_expert_param(param.unsharded)
         mesh = index.get_submesh(index.tp_dim, is_expert) if index.tp_dim is not None else None
         if isinstance(param.unsharded, DTensor):
             _check_dtensor(param.fqn, param.unsharded, mesh)

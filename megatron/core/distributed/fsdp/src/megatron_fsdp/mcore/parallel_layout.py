@@ -67,11 +67,6 @@ def partition_dim(param: torch.Tensor, mode: TensorParallelMode | None) -> int |
     return tagged_dim(param) if mode is None else PARTITION_DIM[mode]
 
 
-def is_expert_parameter(param: torch.Tensor) -> bool:
-    """Whether `param` is of experts spread over expert-parallel ranks; its data-parallel group is smaller."""
-    return not getattr(param, "allreduce", True)
-
-
 def modes_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, TensorParallelMode | None]]:
     """Each parameter of `model` once, with its tensor-parallel mode."""
     seen: set[int] = set()
