@@ -1,10 +1,12 @@
-"""Which source file may import or name what; `test_imports.py` applies it to the tree and to made-up sources.
+"""Rules of what a source file may import or name; `test_imports.py` applies them to the trees and to made-up sources.
 
-Layers, lowest first: `FOLDERS`, with config.py beside plan/; files beside `__init__.py`; mcore/.
+Layers of the engine, lowest first: `FOLDERS`, with config.py beside plan/; files beside `__init__.py`; mcore/. Of the
+training loop: `ROOMS`. No module of either tree reaches itself by imports, wherever in a file they stand.
 """
 
 import ast
-from collections.abc import Iterator
+import graphlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
 PACKAGE = "megatron_fsdp"
@@ -35,13 +37,50 @@ PRIVATE_TORCH_ONLY_IN = ("machine/torch_compat.py",)
 #: The engine that megatron-core ships; ours must never be confused with it.
 FORBIDDEN_EVERYWHERE = "megatron.core.distributed.fsdp"
 
+TRAINING = "megatron.training"
+#: Rows of rooms (a file, or a folder ending in "/") of the training loop, lowest first: a room may import rooms of
+#: lower rows, and none beside it. A file with a row of its own is no part of its folder.
+ROOMS = (
+    ("__init__.py", "checkpoint/__init__.py", "errors.py", "ranks.py", "tokenizer.py"),
+    ("collective_errors.py", "config/", "data/", "versions.py"),
+    ("checkpoint/format/", "files.py", "initialize.py", "optim.py"),
+    ("checkpoint/load/args_from_checkpoint.py", "checkpoint/offline/"),
+    ("job.py",),
+    ("state.py",),
+    ("checkpoint/run_state/", "model.py", "step.py", "stopping.py"),
+    ("checkpoint/load/", "checkpoint/save/", "evaluate.py", "gpt.py"),
+    ("callbacks.py",),
+    ("loop.py", "reporting/"),
+    ("build.py",),
+    ("pretrain.py",),
+    ("launch.py",),
+)
+ROW_OF_ROOM = {room: row for row, rooms in enumerate(ROOMS) for room in rooms}
+#: As `ONLY_IN`, for the training loop.
+TRAINING_ONLY_IN = {
+    "megatron.core": (
+        "checkpoint/load/lr_schedule.py", "checkpoint/run_state/rng_state.py", "config/to_core.py", "data/", "gpt.py",
+        "initialize.py", "model.py", "optim.py", "state.py", "step.py", "tokenizer.py",
+    ),
+    "rich": ("reporting/progress.py",),
+    "transformer_engine": (),
+    "yaml": ("config/sources.py",),
+}  # fmt: skip
+#: Files that --help and a mistyped flag need, and which torch would make slow; kernels.py imports it in a function.
+WITHOUT_TORCH = ("config/", "errors.py", "files.py", "launch.py", "ranks.py", "tokenizer.py")
+WITH_TORCH = ("config/kernels.py", "config/to_core.py")
+#: The entry point alone imports inside functions: it answers --help before torch and megatron-core are loaded.
+IMPORTS_IN_FUNCTIONS_ONLY_IN = ("launch.py",)
+TRAINING_PRIVATE_TORCH_ONLY_IN = ("checkpoint/format/torch_compat.py",)
+TRAINING_STRATEGY_NAMES_ONLY_IN = ("config/schema_parallel.py",)
+
 
 def engine_violations(path: str, source: str) -> list[str]:
-    """What the engine's file `path` (relative to the package, with slashes) does against the rules."""
+    """Violations of the rules by the engine's file `path` (relative to the package, with slashes)."""
     tree = ast.parse(source)
     found = [f"{path}: {len(source.splitlines())} lines, more than {MAX_LINES}"] if is_too_long(source) else []
     layer = layer_of(path)
-    for line, name in names_used(tree, path):
+    for line, name in names_used(tree, (PACKAGE, *PurePosixPath(path).parts[:-1])):
         where = f"{path}:{line}: {name}"
         if is_within(name, PACKAGE) and (target := layer_of_module(name)) > layer:
             found.append(f"{where} is of layer {target}, above this file's layer {layer}")
@@ -54,23 +93,72 @@ def engine_violations(path: str, source: str) -> list[str]:
         if is_private_torch(name) and not _is_in(path, PRIVATE_TORCH_ONLY_IN):
             found.append(f"{where} is private to torch and belongs in {PRIVATE_TORCH_ONLY_IN[0]}")
     if not _is_in(path, STRATEGY_NAMES_ONLY_IN):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and node.value in STRATEGIES:
-                found.append(f"{path}:{node.lineno}: strategy name {node.value!r}; ask the plan instead")
+        found += _strategy_names(path, tree)
+    return found + shared_violations(path, source)
+
+
+def training_violations(path: str, source: str) -> list[str]:
+    """Violations of the rules by the training loop's file `path` (relative to the package, with slashes)."""
+    tree, room, found = ast.parse(source), room_of(path), []
+    for line, name in names_used(tree, (*TRAINING.split("."), *PurePosixPath(path).parts[:-1])):
+        where = f"{path}:{line}: {name}"
+        target = room_of_module(name) if is_within(name, TRAINING) else None
+        if target is not None and target != room and ROW_OF_ROOM[target] >= ROW_OF_ROOM[room]:
+            found.append(f"{where} is of {target}, which is not below {room}")
+        for module, places in TRAINING_ONLY_IN.items():
+            if is_within(name, module) and not _is_in(path, places):
+                found.append(f"{where}: {module} belongs in {' and '.join(places) or 'no file of the training loop'}")
+        if is_within(name, "torch") and _is_in(path, WITHOUT_TORCH) and not _is_in(path, WITH_TORCH):
+            found.append(f"{where}: torch would make --help slow")
+        if is_private_torch(name) and not _is_in(path, TRAINING_PRIVATE_TORCH_ONLY_IN):
+            found.append(f"{where} is private to torch and belongs in {TRAINING_PRIVATE_TORCH_ONLY_IN[0]}")
+    if not _is_in(path, IMPORTS_IN_FUNCTIONS_ONLY_IN):
+        found += [f"{path}:{line}: import inside a function" for line in _imports_in_functions(tree)]
+    if not _is_in(path, TRAINING_STRATEGY_NAMES_ONLY_IN):
+        found += _strategy_names(path, tree)
     return found + shared_violations(path, source)
 
 
 def shared_violations(path: str, source: str) -> list[str]:
-    """What any file of the repository does against the rules for all of them."""
+    """Violations of the rules for all files of the repository."""
     return [
         f"{path}:{line}: {name} is megatron-core's own copy of an engine; import {PACKAGE}"
-        for line, name in names_used(ast.parse(source), path)
+        for line, name in names_used(ast.parse(source), (PACKAGE, *PurePosixPath(path).parts[:-1]))
         if is_within(name, FORBIDDEN_EVERYWHERE)
     ]
 
 
+def import_graph(files: Mapping[str, str]) -> dict[str, set[str]]:
+    """Module -> modules of `files` that it imports, also in functions and for annotations only.
+
+    Args:
+        files: path from the root of its source tree, with slashes -> source.
+    """
+    path_of = {".".join(PurePosixPath(path).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
+
+    def module_of(name: str) -> str:
+        while name and name not in path_of:
+            name = name.rpartition(".")[0]
+        return name
+
+    graph = {}
+    for module, path in path_of.items():
+        names = names_used(ast.parse(files[path]), PurePosixPath(path).parts[:-1])
+        graph[module] = {module_of(name) for _, name in names} - {"", module}
+    return graph
+
+
+def import_circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Modules each of which is imported by the one before, the first again at the end; empty if there is no circle."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1][::-1]
+    return []
+
+
 def is_too_long(source: str) -> bool:
-    """Whether a file should become two."""
+    """True if a file should become two."""
     return len(source.splitlines()) > MAX_LINES
 
 
@@ -88,18 +176,30 @@ def layer_of_module(name: str) -> int:
     return LAYER_OF_FOLDER.get(parts[0], LAYER_OF_FILE.get(f"{parts[0]}.py", SURFACE_LAYER))
 
 
+def room_of(path: str) -> str:
+    """The room of the training loop that the file `path` belongs to."""
+    return max((room for room in ROW_OF_ROOM if _is_in(path, (room,))), key=len)
+
+
+def room_of_module(name: str) -> str | None:
+    """The room of a dotted name inside the training loop; None for a folder of rooms."""
+    parts = name.split(".")[len(TRAINING.split(".")) :]
+    places = ("/".join(parts[:count]) + end for count in range(len(parts), 0, -1) for end in (".py", "/"))
+    return next((place for place in places if place in ROW_OF_ROOM), None)
+
+
 def is_within(name: str, module: str) -> bool:
-    """Whether the dotted `name` is `module` or something inside it."""
+    """True if the dotted `name` is `module` or something inside it."""
     return name == module or name.startswith(module + ".")
 
 
 def is_private_torch(name: str) -> bool:
-    """Whether a dotted name inside torch passes through a component that starts with one underscore."""
+    """True if a dotted name inside torch passes through a component that starts with one underscore."""
     return is_within(name, "torch") and any(p.startswith("_") and not p.startswith("__") for p in name.split("."))
 
 
-def names_used(tree: ast.Module, path: str) -> Iterator[tuple[int, str]]:
-    """Line and absolute dotted name of everything imported, and of every attribute reached through an import."""
+def names_used(tree: ast.Module, package: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Line and absolute dotted name of all imports in `package`, and of every attribute reached through them."""
     bound: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -109,7 +209,7 @@ def names_used(tree: ast.Module, path: str) -> Iterator[tuple[int, str]]:
                     alias.name if alias.asname else alias.name.split(".")[0]
                 )
         elif isinstance(node, ast.ImportFrom):
-            module = _absolute(node, path)
+            module = _absolute(node, package)
             for alias in node.names:
                 yield node.lineno, f"{module}.{alias.name}"
                 bound[alias.asname or alias.name] = f"{module}.{alias.name}"
@@ -122,12 +222,25 @@ def names_used(tree: ast.Module, path: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{bound[first]}.{rest}"
 
 
-def _absolute(node: ast.ImportFrom, path: str) -> str:
+def _absolute(node: ast.ImportFrom, package: Sequence[str]) -> str:
     if node.level == 0:
         return node.module or ""
-    package = [PACKAGE, *PurePosixPath(path).parts[:-1]]
     base = package[: len(package) - node.level + 1]
     return ".".join([*base, node.module] if node.module else base)
+
+
+def _imports_in_functions(tree: ast.Module) -> Iterator[int]:
+    for function in ast.walk(tree):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield from (node.lineno for node in ast.walk(function) if isinstance(node, (ast.Import, ast.ImportFrom)))
+
+
+def _strategy_names(path: str, tree: ast.Module) -> list[str]:
+    return [
+        f"{path}:{node.lineno}: strategy name {node.value!r}; ask the plan instead"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value in STRATEGIES
+    ]
 
 
 def _imported_by_call(node: ast.Call) -> str | None:
