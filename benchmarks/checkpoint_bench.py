@@ -44,7 +44,7 @@ from checkpoint_engines import ENGINES, Engine  # noqa: E402
 GIB = 1 << 30
 _SAMPLED_EVERY_S = 0.02
 _STEP = 7.0
-"""What the count of optimizer steps is set to."""
+"""Value of every count of optimizer steps."""
 
 
 # ---- what is saved, and whether it came back ----
@@ -89,7 +89,7 @@ def wipe(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_whole(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether everything is as `fill` left it, bit for bit."""
+    """True if everything is as `fill` left it, bit for bit."""
     same = all([torch.equal(shard, numbers) for shard, numbers in drawn(optimizer)])
     return same and all(float(step) == _STEP for step in counts(optimizer))
 
@@ -247,7 +247,7 @@ class Bench:
         dist.barrier()
 
     def _has_time(self, seconds: float) -> bool:
-        """Whether rank 0 finds that much time left."""
+        """True if rank 0 finds that much time left."""
         left_s = self._options.budget_s - (time.monotonic() - self._began_s)
         answer = torch.tensor(int(left_s > seconds), device=self._device)
         dist.broadcast(answer, src=0)
@@ -310,7 +310,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """What the result says. **Collective.**"""
+    """The report of a measurement. **Collective.**"""
     warnings.filterwarnings("ignore", category=FutureWarning)
     # Checkpoints vanish here between two saves, of which a run would be warned.
     logging.getLogger("megatron.training").setLevel(logging.ERROR)

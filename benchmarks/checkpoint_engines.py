@@ -38,7 +38,7 @@ class Engine(Protocol):
     optimizer: torch.optim.Optimizer
     """Its parameters and state are this rank's shards."""
     can_skip_verification: bool
-    """Whether `load` without `verify` does less."""
+    """True if `load` without `verify` does less."""
 
     def save(self, root: Path) -> None:
         """Writes a checkpoint below `root` and waits for it."""

@@ -49,7 +49,7 @@ PARTS = {
     "view swaps": (Unit, ("show_unsharded", "show_sharded")),
     "checks": (Unit, ("lends",)),
 }
-"""What --parts counts: name -> (class, methods)."""
+"""Parts that --parts counts: name -> (class, methods)."""
 
 
 class TinyUnit(nn.Module):

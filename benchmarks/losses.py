@@ -21,7 +21,7 @@ from fsdp_bench import SIZES, make_engine
 from fsdp_bench import parser as bench_parser
 from table import ENGINES
 
-#: What `fsdp_bench.py` is told, by run; each is made once for each communication dtype.
+#: Arguments of `fsdp_bench.py`, by run; each is made once for each communication dtype.
 RUNS = {
     "fsdp2": ENGINES["fsdp2"],
     "plain": (*ENGINES["ours"], "--plain"),

@@ -1,4 +1,4 @@
-"""What an open overlap report adds to a step: steps with one and without one in turns, in one process.
+"""Cost of an open overlap report: steps with one and without one in turns, in one process.
 
     PYTHONPATH=megatron/core/distributed/fsdp/src \\
         torchrun --nproc-per-node 4 benchmarks/report_cost.py --size 1b --seq 2048 --grad-comm bf16

@@ -1,4 +1,4 @@
-"""What a step of sharded training takes on paper, on one host and on many: docs/scaling.md says what is assumed.
+"""Time of a step of sharded training on paper, on one host and on many; docs/scaling.md has the assumptions.
 
 python benchmarks/scaling_model.py                    # the checks against measurements, and the table of hosts
 python benchmarks/scaling_model.py --hosts 16 64 --microbatches 8
@@ -29,7 +29,7 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one rank computes and how many bytes the model's weights and gradients have on the wire."""
+    """Arithmetic of one rank, and bytes of the model's weights and gradients on the wire."""
 
     compute_s: float
     """One micro-batch, and the optimizer's part of a step, without any communication."""

@@ -60,12 +60,12 @@ ENGINES = {
 ENVIRONMENTS = {"-expandable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
 
 
-#: What torchrun, told to end, takes at most to end its ranks, and more.
+#: Time for torchrun to end its ranks when it is told to end; it takes less.
 GRACE_S = 45.0
 
 
 def run(command: Sequence[str], environment: dict[str, str], timeout_s: float) -> tuple[str, str]:
-    """What a launcher and its ranks print: output, errors.
+    """Output and errors of a launcher and its ranks.
 
     Raises:
         subprocess.TimeoutExpired: they took longer, and have been ended.
@@ -108,7 +108,7 @@ def measure(row: str, engine: str, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what it was measured."""
+    """Machine and versions of a measurement."""
     commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

@@ -51,7 +51,7 @@ class Work:
 
     @property
     def kind(self) -> str | None:
-        """What is communicated in it, by name; None: nothing."""
+        """The collective of a kernel, by name; None: no communication."""
         if GATHERS.search(self.name):
             return "gather"
         if REDUCES.search(self.name):
@@ -61,7 +61,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Step:
-    """What ran between two moments, by lane."""
+    """Work between two moments, by lane."""
 
     name: str
     start: float
@@ -81,9 +81,9 @@ class Summary:
     exposed: float
     """So, and the compute lane was not."""
     gaps: Intervals
-    """When the compute lane did nothing."""
+    """Intervals in which the compute lane did nothing."""
     host_bound: float
-    """When no lane did anything: the GPU had run out of work that the host had issued."""
+    """Intervals in which no lane did anything: the GPU had run out of work that the host had issued."""
 
     @property
     def overlap(self) -> float | None:
@@ -193,7 +193,7 @@ def lane_of_stream(works: Sequence[Work], outer: Iterable[int] | None = None) ->
 
 
 def cut(works: Iterable[Work], lanes: dict[int, str], name: str, span: tuple[float, float]) -> Step:
-    """What of `works` lies in `span`, by lane."""
+    """The part of `works` that lies in `span`, by lane."""
     start, end = span
     step = Step(name, start, end, {lane: [] for lane in LANES})
     for work in works:
@@ -224,7 +224,7 @@ def union(works: Iterable[Work | tuple[float, float]]) -> Intervals:
 
 
 def without(intervals: Intervals, taken: Intervals) -> Intervals:
-    """What of `intervals` none of `taken` covers; both disjoint and in order."""
+    """The part of `intervals` that none of `taken` covers; both disjoint and in order."""
     left: Intervals = []
     first = 0
     for start, end in intervals:
@@ -248,7 +248,7 @@ def length(intervals: Intervals) -> float:
 
 
 def summarize(step: Step) -> Summary:
-    """How busy the lanes were, and what was hidden."""
+    """Sums over one step: the lanes' busy time, and communication that no computation hides."""
     busy = {lane: union(works) for lane, works in step.lanes.items()}
     communication = union(pair for lane in COMMUNICATION for pair in busy[lane])
     gaps = without([(step.start, step.end)], busy["compute"])

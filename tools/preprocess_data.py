@@ -42,13 +42,13 @@ class Job:
     """One run of this tool."""
 
     encoding: Encoding
-    """How documents become tokens."""
+    """Options of turning documents into tokens."""
 
     input: tuple[str, ...]
     """Files, folders and patterns."""
 
     output_prefix: str
-    """What the output's names start with."""
+    """Beginning of the output's names."""
 
     input_format: str = "auto"
     """json, text, or auto: by the file's suffix."""
@@ -64,7 +64,7 @@ class Job:
 
 
 class Totals(NamedTuple):
-    """What a run did."""
+    """Counts of a run."""
 
     documents: int
     nbytes: int

@@ -52,7 +52,7 @@ def build_streams(run: Run) -> None:
 
 
 def build_callbacks(run: Run) -> list[Callback]:
-    """What the configuration wants to happen besides training."""
+    """The callbacks that the configuration asks for, in their order."""
     train = run.config.train
     callbacks: list[Callback] = []
     if run.config.ddp.nccl_ub:
@@ -67,7 +67,7 @@ def build_callbacks(run: Run) -> list[Callback]:
 
 
 def build_reporters(run: Run) -> list[Reporter]:
-    """Who is told on this rank."""
+    """The reporters of this rank: none but on the first."""
     if not run.world.is_first:
         return []
     logger, console = run.config.logger, Console()

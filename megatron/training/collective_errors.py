@@ -12,7 +12,7 @@ Value = TypeVar("Value")
 
 
 def any_rank(is_true: bool, device: torch.device) -> bool:
-    """Whether `is_true` on any rank. **Collective.**"""
+    """True on every rank if `is_true` on one. **Collective.**"""
     return bool(largest(int(is_true), device))
 
 
@@ -40,7 +40,7 @@ def reason(error: OSError | ValueError) -> str:
 
 
 def on_first_rank(function: Callable[[], Value], device: torch.device) -> Value:
-    """What `function` gives on rank 0, on every rank; if it fails there, every rank raises. **Collective.**
+    """The result of `function` on rank 0, on every rank; if it fails there, every rank raises. **Collective.**
 
     `device` is where the process group's backend communicates.
     """
@@ -59,7 +59,7 @@ def on_first_rank(function: Callable[[], Value], device: torch.device) -> Value:
 
 
 def on_every_rank(function: Callable[[], Value], device: torch.device) -> Value:
-    """What `function` gives on this rank; if it fails on any, every rank raises alike. **Collective.**
+    """The result of `function` on this rank; if it fails on one, every rank raises alike. **Collective.**
 
     `function` itself must not communicate. `device` is where the process group's backend communicates.
     """

@@ -21,7 +21,7 @@ class Evaluation:
     split: str
     """validation or test."""
     place: str
-    """When, for the log: 'iteration 40'."""
+    """Point of the run, for the log: 'iteration 40'."""
     loss: float
     """Per token."""
     is_final: bool

@@ -1,4 +1,4 @@
-"""What `pretrain_gpt.py` trains: megatron-core's GPT on next-token prediction."""
+"""The task of `pretrain_gpt.py`: megatron-core's GPT on next-token prediction."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -45,7 +45,7 @@ def model_provider(job: Job, core_config: TransformerConfig) -> GPTModel:
 
 
 def layer_spec(model: ModelConfig, transformer_impl: str) -> ModuleSpec:
-    """Which modules a transformer layer consists of."""
+    """The modules that a transformer layer consists of."""
     if transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=model.num_experts, moe_grouped_gemm=False, qk_layernorm=model.qk_layernorm

@@ -31,7 +31,7 @@ class World:
 
     ranks: Ranks
     device: torch.device
-    """Where this rank computes and communicates."""
+    """The device on which this rank computes and communicates."""
     data_parallel_group: dist.ProcessGroup
     """Ranks that see different samples."""
 

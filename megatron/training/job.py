@@ -35,7 +35,7 @@ def prepare_reading(reading: Reading, world_size: int) -> Job:
     except ConfigError as error:
         problems += (problem for problem in error.problems if not reading.concerns(problem))
     tokenizer = None
-    # What a tokenizer lacks is told once, by the rules.
+    # Missing options of a tokenizer are told once, by the rules.
     if not Reading(config=config, problems=tuple(problems)).concerns(_TOKENIZER_FLAGS):
         try:
             tokenizer = build_tokenizer(tokenizer_request(config))

@@ -26,10 +26,10 @@ _EXPECTED_WARNINGS = (
     "Apex is not installed",
     "full scope is deprecated",  # of CUDA graphs, which nobody asked for
 )
-"""What megatron-core says at each import of a fallback, on every rank."""
+"""Warnings of megatron-core at each import of a fallback, on every rank."""
 
 _RENAMED_COLLECTIVES = r"`torch\.distributed\.\w+` is deprecated\. Please use `torch\.distributed\.\w+_single`"
-"""What torch says, on every rank, of collectives that megatron-core calls by their old names."""
+"""Warnings of torch, on every rank, about collectives that megatron-core calls by their old names."""
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Which of the run's processes this is, as torchrun tells it, or alone."""
+"""Rank of this process, as torchrun sets it in the environment; without torchrun it is the only one."""
 
 import os
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Ranks:
     local_rank: int
     """Its number on this machine, and so its device."""
     world_size: int
-    """How many there are."""
+    """Number of processes."""
 
     @property
     def is_first(self) -> bool:

@@ -1,4 +1,4 @@
-"""How far a run has come, and all that it consists of."""
+"""State of a run: its progress, and all objects that it consists of."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -26,7 +26,7 @@ class ModelProvider(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained: the three functions that a training script defines."""
+    """The three functions that a training script defines."""
 
     model_provider: ModelProvider
     forward_step: Callable[[Iterator, torch.nn.Module], tuple[torch.Tensor, LossFunction]]
@@ -37,7 +37,7 @@ class Task:
 
 @dataclass(kw_only=True)
 class TrainState:
-    """What a run counts; saved with every checkpoint."""
+    """Counts of a run; saved with every checkpoint."""
 
     iteration: int = 0
     """Optimizer steps, skipped ones included."""
@@ -98,15 +98,15 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """What the user wants."""
+        """The checked configuration."""
         return self.job.config
 
     @property
     def plan(self) -> RunPlan:
-        """What follows from it."""
+        """The plan that follows from it."""
         return self.job.plan
 
 
 def is_due(interval: int | None, run: Run) -> bool:
-    """Whether the current iteration is one of every `interval`."""
+    """True if the current iteration is one of every `interval`."""
     return interval is not None and run.state.iteration % interval == 0

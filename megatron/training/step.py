@@ -15,12 +15,12 @@ from megatron.training.state import Run
 from megatron_fsdp.diagnostics.nan_report import NonFiniteGradientError
 
 LOSS = "lm loss"
-"""What a task's report calls the loss."""
+"""Name of the loss in a task's report."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one step was like; tensors are scalars on the device, equal on every rank."""
+    """Result of one step; tensors are scalars on the device, equal on every rank."""
 
     loss: torch.Tensor
     """Per token, over all ranks and micro-batches, before the update."""

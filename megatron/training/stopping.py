@@ -12,7 +12,7 @@ from megatron.training.state import Run
 
 _SECONDS_PER_MINUTE = 60
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What launchers and schedulers send to a run that is to end."""
+"""Signals of launchers and schedulers to a run that is to end."""
 
 
 class Stopper:
@@ -50,7 +50,7 @@ class Stopper:
         return signal.Signals(number).name if number else None
 
     def reason(self, run: Run) -> str | None:
-        """Why the run ends after the current iteration, the same on every rank; None to go on. **Collective.**"""
+        """The reason to end after the current iteration, the same on every rank; None to go on. **Collective.**"""
         train, iteration = self._train, run.state.iteration
         if name := self.signalled(run):
             return f"{name} at iteration {iteration}"

@@ -35,7 +35,7 @@ _OPTIONS_OF_SOME_TYPES = ("tokenizer_model", "vocab_file", "merge_file", "tokeni
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerRequest:
-    """Which tokenizer to build, in Megatron-LM's option names."""
+    """Options of the tokenizer to build, under Megatron-LM's names."""
 
     tokenizer_type: str
     """A key of TOKENIZER_TYPES."""
@@ -75,7 +75,7 @@ class TokenizerRequest:
 
 
 class Tokenizer(ABC):
-    """What training and megatron-core's datasets need of a tokenizer."""
+    """Interface of a tokenizer for training and megatron-core's datasets."""
 
     options: frozenset[str] = frozenset()
     """Those of the options which not every type has that this type uses."""

@@ -48,12 +48,12 @@ def read_golden(path: Path, run: str) -> dict[int, Step]:
 
 
 def deviation(step: Step, expected: Step) -> float:
-    """How far the loss is from the expected one, relative to it."""
+    """Distance of the loss from the expected one, relative to it."""
     return abs(step.loss - expected.loss) / abs(expected.loss)
 
 
 def problems(curve: Mapping[int, Step], golden: Mapping[int, Step], rtol: float, iterations: int) -> list[str]:
-    """What is wrong with `curve` in the first `iterations`, in sentences."""
+    """Sentences about all that is wrong with `curve` in the first `iterations`."""
     wrong = []
     for iteration, expected in sorted(golden.items()):
         if iteration > iterations:

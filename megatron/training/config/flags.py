@@ -307,7 +307,7 @@ def megatron_lm_flags() -> frozenset[str]:
 
 @cache
 def _takes_value() -> Mapping[str, bool]:
-    """Whether each accepted spelling is followed by a value."""
+    """True for each accepted spelling that is followed by a value."""
     known = dict.fromkeys(accepted_flags(), False)
     for flag in all_flags().values():
         known |= dict.fromkeys(flag.on, flag.base is not bool)
@@ -334,7 +334,7 @@ def explain_unknown(flag: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class GivenFlags:
-    """What a command line says."""
+    """The values and the mistakes of a command line."""
 
     values: Mapping[str, object]
     """Only what was given, by `section.name`, and `yaml_cfg`."""

@@ -1,4 +1,4 @@
-"""Which optional kernels a run uses: what the user asked for, or, left to *auto*, what this machine can do.
+"""Choice of optional kernels: those that the user asked for, or, left to *auto*, those that this machine has.
 
 megatron-core fails in the middle of a forward pass when a fused kernel is on and its package is missing. So what a
 machine has is a value, `Machine`, and every choice follows from it and the configuration alone.
@@ -14,7 +14,7 @@ from functools import cache
 from megatron.training.config.schema import RunConfig
 from megatron.training.config.schema_model import ModelConfig
 
-#: What makes cuBLAS, NCCL and TransformerEngine compute the same bits each time: the value to set, and all that do.
+#: Variables that make cuBLAS, NCCL and TransformerEngine deterministic: the value to set, and all that do.
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
@@ -24,7 +24,7 @@ DETERMINISTIC = {
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What this process finds here."""
+    """Devices, packages and environment that this process finds."""
 
     has_cuda: bool = False
     """A CUDA device is there."""
@@ -92,7 +92,7 @@ class Kernels:
 
 
 def transformer_impl(model: ModelConfig, machine: Machine) -> str:
-    """Whose layers the run uses."""
+    """The implementation of layers that the run uses."""
     return model.transformer_impl or ("transformer_engine" if machine.has_transformer_engine else "local")
 
 
@@ -109,7 +109,7 @@ _AUTO: Mapping[str, Callable[[ModelConfig, Machine], bool]] = {
     "gradient_accumulation_fusion": lambda model, machine: False,
     "use_cpu_initialization": lambda model, machine: not machine.has_cuda,
 }
-"""What *auto* means, per field."""
+"""The meaning of *auto*, per field."""
 
 
 def choose_kernels(config: RunConfig, machine: Machine | None = None) -> Kernels:

@@ -29,7 +29,7 @@ class SchedulePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """What follows from a configuration and a number of ranks."""
+    """Facts that follow from a configuration and a number of ranks."""
 
     world_size: int
     data_parallel_size: int
@@ -92,7 +92,7 @@ def max_positions(config: RunConfig) -> int:
 
 
 def checks_for_nan(config: RunConfig) -> bool:
-    """Whether a loss or gradient that is not finite stops the run."""
+    """True if a loss or gradient that is not finite stops the run."""
     is_dynamic_scale = config.precision.fp16 and config.precision.loss_scale is None
     # Overflow is how a dynamic loss scale finds its size.
     return config.train.check_for_nan_in_loss_and_grad and not is_dynamic_scale

@@ -1,4 +1,4 @@
-"""How a rule is written, and what it sees."""
+"""The form of a rule and the setting that it judges."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -11,14 +11,14 @@ from megatron.training.config.schema import RunConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where a configuration is to run."""
+    """Ranks, machine and kernels that a configuration is to run on."""
 
     world_size: int
     """Number of ranks."""
     tensor_parallel_size: int
     """Of them, how many split each layer."""
     machine: Machine
-    """What each of them finds."""
+    """The machine of each rank."""
     kernels: Kernels
     """The kernels that follow."""
 

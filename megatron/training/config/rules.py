@@ -1,4 +1,4 @@
-"""What must hold between fields: every rule is asked, and all violations are reported at once.
+"""Rules between fields: every rule is asked, and all violations are reported at once.
 
 A rule is a function with a name, a sentence and a message; it reads the configuration and the `Setting` it will run in.
 """
@@ -13,7 +13,7 @@ __all__ = ["check", "rules_run", "rules_support", "violations"]
 
 
 def violations(config: RunConfig, setting: Setting) -> list[str]:
-    """What is wrong with `config`, in sentences."""
+    """Sentences, one for each violation of a rule by `config`."""
     found = []
     for check_one in RULES:
         result = check_one(config, setting)

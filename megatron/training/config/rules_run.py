@@ -36,7 +36,7 @@ TOKENIZER_FILES = {
     "TikTokenizer": ("tokenizer_model",),
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
 }
-"""What each tokenizer type cannot do without."""
+"""Options that each tokenizer type needs."""
 
 
 @rule
@@ -289,7 +289,7 @@ def checkpoint_flags_have_their_directory(config: RunConfig, setting: Setting) -
 
 @rule
 def retained_checkpoints_are_saved(config: RunConfig, setting: Setting) -> str | None:
-    """What is kept is among what is written."""
+    """Checkpoints that are kept are among those that are written."""
     save, retain = config.checkpoint.save_interval, config.checkpoint.save_retain_interval
     if retain is None or (save and retain % save == 0):
         return None
@@ -328,7 +328,7 @@ def recompute_is_complete(config: RunConfig, setting: Setting) -> Iterator[str]:
 
 @rule
 def tensorboard_flags_have_their_directory(config: RunConfig, setting: Setting) -> Iterator[str]:
-    """What goes to TensorBoard needs a place."""
+    """Flags of TensorBoard need its directory."""
     if config.logger.tensorboard_dir is not None:
         return
     for name in ("log_memory_to_tensorboard", "log_validation_ppl_to_tensorboard"):

@@ -16,7 +16,7 @@ from megatron.training.config.schema_parallel import DdpConfig, DistConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How much is trained, and when to stop."""
+    """Batch sizes, length of the run, and reasons to stop."""
 
     micro_batch_size: int | None = None
     """Samples per rank in one forward and backward pass."""
@@ -171,7 +171,7 @@ class SchedulerConfig:
     """Weight decay at the end, if it changes; default --weight-decay."""
 
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    """How weight decay goes from its start to its end."""
+    """Shape of the weight decay's way from its start to its end."""
 
     override_opt_param_scheduler: bool = False
     """On resume, take this run's schedule, not the checkpoint's."""
@@ -248,7 +248,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggerConfig:
-    """What is reported, and where."""
+    """Reports: log lines and TensorBoard."""
 
     log_interval: int = 100
     """Iterations between log lines."""

@@ -1,4 +1,4 @@
-"""What is trained on what: the model, its recomputation, the data and the tokenizer.
+"""Configuration of the model, its recomputation, the data and the tokenizer.
 
 A field is the command-line flag, the YAML key, the help text, the type check and the default, all at once. `None` where
 the text says *auto* means: chosen for this machine (see `kernels.py`).
@@ -40,7 +40,7 @@ class ModelConfig:
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"] = (
         "learned_absolute"
     )
-    """How the model knows positions. Here: learned_absolute, rope or none."""
+    """Position embedding. Here: learned_absolute, rope or none."""
 
     rotary_base: int = 10000
     """Base of the rotary frequencies."""
@@ -112,10 +112,10 @@ class ModelConfig:
     """Build megatron-core's models; there are no others."""
 
     transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] | None = None
-    """Whose layers: transformer_engine or local (plain PyTorch); auto: transformer_engine where it is installed."""
+    """Layers of transformer_engine, or local ones (plain PyTorch); auto: transformer_engine where it is installed."""
 
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = "auto"
-    """Which of TransformerEngine's attention kernels; local layers know auto and local."""
+    """TransformerEngine's attention kernels; local layers know auto and local."""
 
     attention_softmax_in_fp32: bool = False
     """Compute the attention's softmax in fp32 (local layers)."""
@@ -148,7 +148,7 @@ class ModelConfig:
     """Fused cross-entropy of the vocabulary-sized logits."""
 
     cross_entropy_fusion_impl: Literal["native", "te"] = "native"
-    """Whose fused cross-entropy; te needs TransformerEngine."""
+    """Implementation of the fused cross-entropy; te needs TransformerEngine."""
 
     num_experts: int | None = None
     """Experts of every layer, all ranks together; default: the layers have one MLP each."""
@@ -165,13 +165,13 @@ class ModelConfig:
     moe_router_load_balancing_type: Literal[
         "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"
     ] = "aux_loss"
-    """What keeps experts equally busy. Here: aux_loss or none."""
+    """Means of keeping experts equally busy. Here: aux_loss or none."""
 
     moe_aux_loss_coeff: float = 0.0
     """Weight of the loss that keeps experts equally busy."""
 
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"
-    """How tokens reach experts of other ranks. Here: allgather or alltoall."""
+    """Way of tokens to experts of other ranks. Here: allgather or alltoall."""
 
     moe_grouped_gemm: bool = False
     """Multiply by the weights of all experts at once. Not supported here yet."""
@@ -196,7 +196,7 @@ class RecomputeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where the samples come from."""
+    """Source of the samples."""
 
     data_path: tuple[str, ...] | None = None
     """Prefixes of indexed datasets, split by --split: PREFIX, or a blend WEIGHT PREFIX WEIGHT PREFIX ..."""
@@ -294,7 +294,7 @@ class TokenizerConfig:
     """HuggingFaceTokenizer: leave out the tokens that it puts around a text by itself."""
 
     tiktoken_pattern: Literal["v1", "v2"] | None = None
-    """Which splitting pattern TikTokenizer uses; default v2."""
+    """TikTokenizer's splitting pattern; default v2."""
 
     tiktoken_num_special_tokens: int = 1000
     """Special tokens at the start of TikTokenizer's vocabulary."""

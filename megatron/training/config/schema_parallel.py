@@ -1,13 +1,13 @@
-"""How a run is spread over ranks: processes and groups, and the sharding engine."""
+"""Configuration of ranks: processes and groups, and the sharding engine."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
-"""What is sharded over data-parallel ranks; also written as its position, 0 to 3."""
+"""Sharding over data-parallel ranks; also written as its position, 0 to 3."""
 
 OuterShardingStrategy = Literal["no_shard", "optim"]
-"""What is sharded over the outer data-parallel dimension; also written as its position, 0 or 1."""
+"""Sharding over the outer data-parallel dimension; also written as its position, 0 or 1."""
 
 DtypeOrAuto = Literal["fp32", "bf16", "fp16", "auto"]
 """A dtype of the engine's buffers; also written as torch spells it (float32, torch.bfloat16)."""
@@ -21,7 +21,7 @@ class DistConfig:
     """Communication library; auto: nccl with CUDA, else gloo."""
 
     distributed_timeout_minutes: int = 10
-    """How long a collective may take before the run is aborted."""
+    """Minutes that a collective may take before the run is aborted."""
 
     tensor_model_parallel_size: int = 1
     """Ranks that split each layer, next to each other; the others are data-parallel."""
@@ -53,11 +53,11 @@ class DdpConfig:
     """Train with Megatron-FSDP."""
 
     data_parallel_sharding_strategy: ShardingStrategy = "optim_grads_params"
-    """What each data-parallel rank keeps only a shard of, by name or number: no_shard 0 (nothing), optim 1 (optimizer
+    """State that each data-parallel rank keeps only a shard of: no_shard or 0 (nothing), optim or 1 (optimizer
     state and main weights), optim_grads 2 (gradients too), optim_grads_params 3 (compute weights too)."""
 
     outer_dp_sharding_strategy: OuterShardingStrategy = "no_shard"
-    """What is also sharded over the outer dimension of hybrid sharding; optim needs optim_grads_params inside."""
+    """Sharding over the outer dimension of hybrid sharding; optim needs optim_grads_params inside."""
 
     num_distributed_optimizer_instances: int = 1
     """Copies of the sharded model: the size of the outer dimension of hybrid sharding."""
@@ -99,7 +99,7 @@ class DdpConfig:
     """As --fsdp-double-buffer, for units of all sizes, in buffers as large as the largest needs."""
 
     fsdp_db_use_persist_buf_on_alloc_fail: bool = False
-    """What does not fit the double buffer, as the embedding, keeps a buffer of its own."""
+    """Give units that do not fit the double buffer, as the embedding, a buffer of their own."""
 
     fsdp_residency_bytes: str = "0"
     """Memory for weights that stay gathered until the optimizer steps; auto: what the first step leaves free."""

@@ -1,4 +1,4 @@
-"""Where a configuration comes from: defaults, then a YAML file, then the command line; and back to YAML.
+"""Sources of a configuration: defaults, then a YAML file, then the command line; and back to YAML.
 
 YAML is nested by section (`ddp: {data_parallel_sharding_strategy: optim}`); Megatron-LM's flat names are accepted at
 the top.
@@ -34,12 +34,12 @@ class Reading:
 
     config: RunConfig
     problems: tuple[str, ...] = ()
-    """What could not be read; those fields have their defaults."""
+    """Mistakes in the sources; the fields that they concern have their defaults."""
     is_guess: bool = False
     """Whole parts of the configuration are not known, so that rules would say nothing about it."""
 
     def concerns(self, problem: str) -> bool:
-        """Whether `problem` may be no more than a consequence of those in `problems`: it is about the same flags."""
+        """True if `problem` may be a mere consequence of those in `problems`, because it names the same flags."""
         return not _flags_in(problem).isdisjoint(_flags_in(" ".join(self.problems)))
 
 
@@ -48,7 +48,7 @@ def _flags_in(problem: str) -> set[str]:
 
 
 def read_config(argv: list[str] | None = None) -> Reading:
-    """What the command line `argv` (default: this process's) and the YAML file that it may name say."""
+    """The configuration of the command line `argv` (default: this process's) and of the YAML file that it may name."""
     flags = parse_flags(sys.argv[1:] if argv is None else argv)
     given, problems = dict(flags.values), flags.problems
     path = given.pop("yaml_cfg", None)
@@ -108,7 +108,7 @@ _UNSET = object()
 
 @dataclass(frozen=True, kw_only=True)
 class _Key:
-    """What a YAML key sets."""
+    """The field that a YAML key sets, and the form of its value."""
 
     flag: Flag
     is_inverse: bool = False

@@ -1,4 +1,4 @@
-"""What a field's name alone cannot say about its flag and its YAML keys: other spellings, differences from Megatron-LM.
+"""Spellings of flags and YAML keys that do not follow from a field's name, and differences from Megatron-LM.
 
 Plain rule: field `a_b` is the flag `--a-b` (a boolean also `--no-a-b`) and the YAML key `a_b`. Everything else stands
 here, as data.
@@ -20,7 +20,7 @@ from megatron.training.config.schema_parallel import DdpConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Spelling:
-    """How one field is written besides the plain rule."""
+    """Spellings of one field besides the plain rule."""
 
     stem: str | None = None
     """The flag's name without dashes in front; default the field's name with dashes."""
@@ -93,7 +93,7 @@ INSTEAD: dict[str, str] = {
     "--use-persistent-ckpt-worker": "the writing process is kept between saves; leave it out",
     "--zero-dp-strategy": "use --data-parallel-sharding-strategy",
 }
-"""What to use in place of a flag that is not here."""
+"""Advice for each flag of Megatron-LM that is not here."""
 
 OTHER_NAMES: dict[str, str] = {
     "--learning-rate": "--lr", "--max-lr": "--lr", "--min-learning-rate": "--min-lr",
@@ -110,7 +110,7 @@ OTHER_NAMES: dict[str, str] = {
     "--output-dir": "--save", "--checkpoint-dir": "--save", "--save-dir": "--save", "--resume": "--load",
     "--sharding-strategy": "--data-parallel-sharding-strategy", "--config": "--yaml-cfg",
 }  # fmt: skip
-"""What other programs call our flags; only to suggest ours."""
+"""Names of our flags in other programs; only to suggest ours."""
 
 OURS: dict[str, str] = {
     "ddp.fsdp_unit_modules": "Megatron-LM has it in code only",

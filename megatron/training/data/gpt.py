@@ -37,7 +37,7 @@ Blend = tuple[list[str], list[float] | None]
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetRequest:
-    """Which samples to train, validate and test on; names are Megatron-LM's options."""
+    """Sources of the samples to train, validate and test on; names are Megatron-LM's options."""
 
     seq_length: int
     """Tokens per sample."""

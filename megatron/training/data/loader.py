@@ -17,7 +17,7 @@ from megatron.training.data.samplers import MegatronPretrainingRandomSampler, Me
 Sample = Mapping[str, torch.Tensor]
 
 _TRAINER_CHECK_INTERVAL_S = 1.0
-"""How long a reader may outlive its trainer."""
+"""Time that a reader may outlive its trainer."""
 
 
 class Batch(NamedTuple):
@@ -41,7 +41,7 @@ class DataExhaustedError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """How one rank reads a data set, in Megatron-LM's option names."""
+    """Options of one rank's reading of a data set, under Megatron-LM's names."""
 
     micro_batch_size: int
     """Samples per micro-batch of one rank."""
@@ -53,7 +53,7 @@ class LoaderOptions:
     """Ranks in the data-parallel group."""
 
     device: torch.device = torch.device("cpu")
-    """Where the batches go; host memory is pinned for a CUDA device only."""
+    """Device that batches go to; host memory is pinned for a CUDA device only."""
 
     dataloader_type: Literal["single", "cyclic"] = "single"
     """In the set's own order once, or shuffled and without end."""

@@ -1,4 +1,4 @@
-"""Which samples a data-parallel rank reads next, as a function of how many all ranks have consumed.
+"""Samplers: the next samples of a data-parallel rank, as a function of the number that all ranks have consumed.
 
 Both samplers yield one list of sample indices per micro-batch. A step of M micro-batches on R ranks consumes M blocks
 of micro_batch_size * R samples; resuming needs nothing but that running total, and the order is Megatron-LM's.
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class _Blocks:
-    """How samples are dealt to ranks; the arguments common to both samplers."""
+    """Distribution of samples over ranks; the arguments common to both samplers."""
 
     total_samples: int
     """Samples in the set."""

@@ -26,10 +26,10 @@ LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """How a document becomes tokens; travels to the workers."""
+    """Options of turning documents into tokens; sent to the workers."""
 
     tokenizer: TokenizerRequest
-    """Which tokenizer."""
+    """The tokenizer to build."""
 
     json_keys: tuple[str, ...] = (TEXT_KEY,)
     """Keys of a JSON line that hold text, each with its own output."""

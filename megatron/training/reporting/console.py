@@ -1,4 +1,4 @@
-"""Where log lines go: standard output, above the live progress where there is a terminal."""
+"""Standard output for log lines, above the live progress where there is a terminal."""
 
 import sys
 from typing import Protocol
@@ -16,7 +16,7 @@ class Console:
 
     def __init__(self) -> None:
         self.display: LiveDisplay | None = None
-        """What redraws itself below the lines, while it does."""
+        """The display below the lines, while there is one."""
 
     def line(self, text: str) -> None:
         """Writes one line, at once."""

@@ -1,4 +1,4 @@
-"""What is reported of a run: one record per report, and the log line that it makes."""
+"""Metrics of a run: one record per report, and the log line that it makes."""
 
 import time
 from collections.abc import Collection

@@ -121,7 +121,7 @@ def both(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def save(setup: Setup, folder: str) -> tuple[dict[str, Any], list[float], dict[str, Any]]:
-    """What was saved after two steps, and two more steps without stopping."""
+    """The state saved after two steps, and the results of two more steps without stopping."""
     model = sharded(setup)
     optimizer = optimizer_of(model)
     data = list(batches(4))
@@ -136,7 +136,7 @@ def save(setup: Setup, folder: str) -> tuple[dict[str, Any], list[float], dict[s
 
 
 def load(setup: Setup, folder: str) -> tuple[dict[str, Any], list[float], dict[str, Any]]:
-    """What was loaded into another model, and the next two steps."""
+    """The state loaded into another model, and the results of the next two steps."""
     model = sharded(setup, seed=77)
     optimizer = optimizer_of(model, lr=0.5)
     with no_collectives():

@@ -62,7 +62,7 @@ class Float8Tensor(torch.Tensor):
 
 
 def scale_of(largest: torch.Tensor) -> torch.Tensor:
-    """What one step of float8 stands for, given the largest magnitude; 1 for zeros."""
+    """The value of one step of float8, given the largest magnitude; 1 for zeros."""
     return torch.where(largest > 0, largest / LARGEST, torch.ones_like(largest))
 
 

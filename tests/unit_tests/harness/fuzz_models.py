@@ -19,7 +19,7 @@ VOCABULARY = 5
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a micro-batch decides on one rank, apart from numbers."""
+    """Decisions of a micro-batch on one rank, apart from numbers."""
 
     tokens: torch.Tensor
     step_coins: tuple[bool, ...]
@@ -82,7 +82,7 @@ class Part(nn.Module):
         return x + torch.tanh(self.change(x.to(self.dtype), ctx)).to(x.dtype)
 
     def change(self, x: torch.Tensor, ctx: Context) -> torch.Tensor:
-        """What is added; broadcast to the input's shape."""
+        """The summand, broadcast to the input's shape."""
         raise NotImplementedError
 
     reset_parameters = _fill

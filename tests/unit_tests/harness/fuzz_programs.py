@@ -19,7 +19,7 @@ COINS = 6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a model is sharded."""
+    """Options of sharding a model."""
 
     strategy: int
     outer: int | str | None = None
@@ -58,7 +58,7 @@ class Program:
     has_stem: bool
     plan: Plan
     reload_plan: Plan | None = None
-    """How a fresh model is sharded that takes over in the middle; None: none does."""
+    """Sharding of a fresh model that takes over in the middle; None: no model does."""
     reload_at: int = 0
     """Steps before that."""
     compute: torch.dtype | None = None
@@ -71,7 +71,7 @@ class Program:
     steps: int = 2
     microbatches: int = 1
     accumulation: str = "flag"
-    """How the engine learns which micro-batch is the last: a flag, `no_sync`, never, or automatic synchronization."""
+    """Sign of the last micro-batch for the engine: a flag, `no_sync`, none, or automatic synchronization."""
     syncs_between: bool = False
     """Gradients are synchronized after every micro-batch as well."""
     evaluates: bool = False
@@ -86,7 +86,7 @@ class Program:
 
     @property
     def recipe(self) -> Recipe:
-        """How to train."""
+        """Options of training."""
         return Recipe(
             build_optimizer=_sgd if self.optimizer == "sgd" else _adamw,
             loss_fn=_loss,
@@ -261,7 +261,7 @@ class _Trees:
         )
 
     def _rule(self) -> tuple[str, int]:
-        """When a child is left out."""
+        """Condition under which a child is left out."""
         chance = self._chance
         kind = chance.choice(("", "", "", "", "step", "rank"))
         if kind == "rank" and not self._has_coins:

@@ -1,4 +1,4 @@
-"""What a random model is made of, as plain values."""
+"""Parts of a random model, as plain values."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class Call:
     skip: Literal["", "step", "rank"] = ""
     """Left out by a coin that falls for all ranks alike, or for each rank differently."""
     site: int = 0
-    """Which coin; all calls of one child share it."""
+    """Index of the coin; all calls of one child share it."""
     recompute: Literal["", "reentrant", "plain"] = ""
     mode: Literal["positional", "keyword", "no_grad"] = "positional"
 

@@ -61,7 +61,7 @@ class Cell:
 
     @property
     def is_mean(self) -> bool:
-        """Whether gradients are averaged over ranks; integers are summed at 3 ranks: a third is no binary number."""
+        """True if gradients are averaged over ranks; integers are summed at 3 ranks: a third is no binary number."""
         return not (self.is_exact and self.topology.world == 3)
 
     @property

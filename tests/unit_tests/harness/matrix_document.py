@@ -112,13 +112,13 @@ def document(gloo: Sequence[str], cuda: Mapping[int, Sequence[str]]) -> str:
 
 
 def gloo_section(measures: Sequence[Measure]) -> list[str]:
-    """What this machine gave."""
+    """Results of this machine."""
     where = f"{platform.machine()} CPU, torch {torch.__version__}, Python {platform.python_version()}"
     return [f"`{COMMAND}`, {where}:", "", *table(matrix.CELLS, measures)]
 
 
 def gloo_section_of(page: str) -> list[str]:
-    """What an earlier run put into `page`.
+    """Results that an earlier run put into `page`.
 
     Raises:
         ValueError: it was of other cells.
@@ -174,7 +174,7 @@ def _introduction() -> list[str]:
 
 
 def cuda_runs(cuda: Mapping[str, Any]) -> dict[int, list[str]]:
-    """What GPUs gave, by number of ranks."""
+    """Results of GPUs, by number of ranks."""
     sections = {}
     for run in cuda["runs"]:
         cells = [matrix.CELLS[place] for place in run["cells"]]
@@ -188,7 +188,7 @@ def cuda_runs(cuda: Mapping[str, Any]) -> dict[int, list[str]]:
 
 
 def cuda_runs_of(page: str) -> dict[int, list[str]]:
-    """What earlier runs on GPUs put into `page`, by number of ranks; nothing if they were of other cells."""
+    """Results of earlier runs on GPUs in `page`, by number of ranks; empty if they were of other cells."""
     if fingerprint() not in page:
         return {}
     text = page.split(f"{_ON_GPUS}\n\n")[1].split(f"\n\n{_HOLES}")[0]

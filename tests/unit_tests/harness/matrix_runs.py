@@ -128,7 +128,7 @@ def _sign_sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def recipe_of(is_exact: bool, is_mean: bool, dtypes: DtypePolicy, reduces_each: bool) -> Recipe:
-    """How to train."""
+    """Options of training."""
     return Recipe(
         build_optimizer=_sign_sgd if is_exact else _sgd,
         loss_fn=dot_loss if is_exact else square_loss,
@@ -211,7 +211,7 @@ def _scaled_twice() -> Any:
 
 
 def _first_microbatch_lost() -> Any:
-    """What accumulates overwrites."""
+    """Overwrites gradients instead of accumulating them."""
     from megatron_fsdp.state.main_grad import GradState, MainGrad
 
     def wrapper(collect: Any) -> Any:
@@ -277,7 +277,7 @@ class Measure:
     where: str
 
     def meets(self, bound: matrix.Bound) -> bool:
-        """Whether the cell is as equal as it must be."""
+        """True if the cell is as equal as it must be."""
         return self.is_bitwise if bound.relative == 0 else self.relative <= bound.relative
 
 

@@ -19,7 +19,7 @@ class Mistake(NamedTuple):
 
 
 class Raised(NamedTuple):
-    """What a call raised on one rank."""
+    """The error that a call raised on one rank."""
 
     type_names: tuple[str, ...]
     message: str

@@ -17,7 +17,7 @@ EXPERTS, WIDTH = 4, 4
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where experts are: one of `size` groups of ranks holds its share of them."""
+    """Place of a rank's experts: one of `size` groups of ranks holds its share of them."""
 
     rank: int = 0
     size: int = 1
@@ -145,7 +145,7 @@ class Mixture(nn.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
-    """How ranks are laid out. Ranks of one expert-parallel group are neighbours unless `spans_outer`."""
+    """Layout of ranks. Ranks of one expert-parallel group are neighbours unless `spans_outer`."""
 
     ep: int = 2
     outer: int = 1

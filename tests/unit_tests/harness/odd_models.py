@@ -292,7 +292,7 @@ class Structured(nn.Module):
 
 
 class StructuredOutput:
-    """What `dot_loss` needs of an output, around a Result."""
+    """Part of an output that `dot_loss` needs, around a Result."""
 
     dtype = torch.float32
 

@@ -145,7 +145,7 @@ class Case:
 
     @property
     def recipe(self) -> Recipe:
-        """How to train."""
+        """Options of training."""
         return _recipe(self.task, self.dtypes, self.sharding.reduces_each_microbatch, self.is_mean, self.max_norm)
 
     def batches(self, ranks: int) -> models.Batches:

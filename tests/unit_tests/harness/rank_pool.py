@@ -42,7 +42,7 @@ from tests.unit_tests.harness.rank_process import (
 
 __all__ = ["REPO_ROOT", "RankError", "RankPool", "import_paths", "results_agree", "setup_mcore"]
 
-#: What ranks would import one by one: torch, what torch imports late, and what most jobs need.
+#: Modules that ranks would import one by one: torch, modules that it imports late, and those that most jobs need.
 PRELOADED_MODULES = [
     "torch",
     "torch.distributed",
@@ -61,7 +61,7 @@ MCORE_MODULES = ["megatron.core.parallel_state"]
 START_TIMEOUT_S = 120.0
 #: Once one rank has failed its peers usually wait for it in a collective; this is how long they get to prove otherwise.
 PEER_GRACE_S = 2.0
-#: How long ranks get to write what their threads are doing.
+#: Time for ranks to write the stacks of their threads.
 STACKS_S = 0.3
 #: Every gloo group costs threads and sockets. Destroying a job's groups would break meshes held by DTensor's caches,
 #: so a pool with more leftovers than this is replaced instead.
@@ -205,7 +205,7 @@ class RankPool:
         return [replies[rank] for rank in range(self.world_size)], is_alive
 
     def _stacks(self, ranks: Collection[int]) -> dict[int, str]:
-        """What the Python threads of these ranks are doing."""
+        """Stacks of the Python threads of these ranks."""
         for rank in ranks:
             with contextlib.suppress(OSError, TypeError):  # it has ended
                 os.kill(self._processes[rank].pid, STACKS_SIGNAL)
@@ -279,7 +279,7 @@ def _raise(world_size: int, failures: dict[int, Failure]) -> None:
 
 @contextlib.contextmanager
 def _start_environment() -> Iterator[None]:
-    """What the fork server must see when it starts, undone afterwards in this process."""
+    """Environment that the fork server must see when it starts, undone afterwards in this process."""
     main = sys.modules["__main__"]
     overrides = {
         "PYTHONPATH": os.pathsep.join([*import_paths(), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
@@ -307,7 +307,7 @@ def _start_environment() -> Iterator[None]:
 
 
 def results_agree(results: Sequence[Any]) -> bool:
-    """Whether every rank returned the same value; tensors compare bit by bit."""
+    """True if every rank returned the same value; tensors compare bit by bit."""
     import torch
 
     def same(a: Any, b: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What runs in the process of a rank of a pool: it joins the others and answers jobs."""
+"""The process of a rank of a pool: it joins the others and answers jobs."""
 
 import faulthandler
 import gc
@@ -30,13 +30,13 @@ STACKS_SIGNAL = signal.SIGUSR1
 
 
 def stacks_file(store: str, rank: int) -> Path:
-    """Where it writes that."""
+    """File for the stacks."""
     return Path(f"{store}.stacks{rank}")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What one rank raised."""
+    """The error that one rank raised."""
 
     type_names: tuple[str, ...]
     """Qualified names of the exception's class and of its bases."""
@@ -46,7 +46,7 @@ class Failure:
 
 
 def import_paths() -> list[str]:
-    """What a process must have on its path to import the tests, the engine and the training package."""
+    """Folders that a process needs on its path to import the tests, the engine and the training package."""
     return [str(REPO_ROOT), str(ENGINE_SOURCE)]
 
 
@@ -180,7 +180,7 @@ def set_up(setup: Callable[[], None] | None) -> None:
 
 
 def check_default_group(job_id: int) -> int:
-    """How many groups exist besides the default one, in which all ranks must meet. **Collective.**"""
+    """Number of groups besides the default one, in which all ranks must meet. **Collective.**"""
     import torch
     import torch.distributed as dist
 

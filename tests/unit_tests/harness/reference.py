@@ -1,4 +1,4 @@
-"""What data-parallel training must compute: a plain loop in one process, rounding where a sharded engine rounds."""
+"""Reference of data-parallel training: a plain loop in one process, rounding where a sharded engine rounds."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How to train, apart from the model and the data; shared by the reference and the engine under test."""
+    """Options of training apart from the model and the data; shared by the reference and the engine under test."""
 
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     """Gets a module whose parameters are the main weights."""

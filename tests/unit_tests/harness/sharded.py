@@ -22,7 +22,7 @@ from tests.unit_tests.harness.reference import DtypePolicy, Recipe, StepRecord, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How a model is sharded."""
+    """Options of sharding a model."""
 
     strategy: int | str = 3
     units: tuple[type | str, ...] | None = None
@@ -35,7 +35,7 @@ class Sharding:
 
     @property
     def reduces_each_microbatch(self) -> bool:
-        """Where this strategy's communication rounds."""
+        """Points at which this strategy's communication rounds."""
         return self.strategy in (2, 3)
 
 

@@ -70,7 +70,7 @@ class SimulatedMesh:
 
 @dataclass(frozen=True)
 class Resting:
-    """Where one group's buffers rest between steps, as (outer, inner) pairs."""
+    """Placements of one group's buffers between steps, as (outer, inner) pairs."""
 
     weight: tuple[Any, Any]
     main_grad: tuple[Any, Any]
@@ -78,7 +78,7 @@ class Resting:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether SHARD is a suffix of every pair, without which a rank's piece is not one slice."""
+        """True if SHARD is a suffix of every pair, without which a rank's piece is not one slice."""
         pairs = (self.weight, self.main_grad, self.main_weight)
         return all(not (_letter(outer) == "S" and _letter(inner) != "S") for outer, inner in pairs)
 

@@ -99,7 +99,7 @@ BUFFER_OPTIONS = {
     "disable_symmetric_registration": BufferPolicy(has_slots=True, is_registered=True, is_symmetric=False),
     "fsdp_manual_registration": BufferPolicy(has_slots=True, is_registered=True, registers_late=True),
 }
-#: What they do not mean anything without.
+#: Options without which they mean nothing.
 NEEDED = {
     "fsdp_db_use_persist_buf_on_alloc_fail": "fsdp_double_buffer",
     "disable_symmetric_registration": "nccl_ub",

@@ -1,4 +1,4 @@
-"""Which module is a unit, and which unit owns each parameter, before anything is sharded."""
+"""Discovery of units, and of each parameter's unit, before anything is sharded."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the wheel holds and requires, and that CI runs the README's commands."""
+"""Packaging: the wheel's files and requirements; CI runs the README's commands."""
 
 import os
 import re

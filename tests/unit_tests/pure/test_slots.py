@@ -1,4 +1,4 @@
-"""Which storages share slots."""
+"""Sharing of slots among storages."""
 
 from megatron_fsdp.plan.double_buffer import Footprint, PoolSlot, assign_slots
 

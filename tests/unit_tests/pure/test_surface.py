@@ -195,7 +195,7 @@ EXPORTS = {
 }
 
 
-#: What this package adds to the arguments of fully_shard and fully_shard_model; it cannot be hit by position.
+#: Arguments that this package adds to fully_shard and fully_shard_model, by keyword only.
 ADDED = {"root_params": (), "residency_bytes": 0, "copy_engine_gather": False}
 ADDED_TO_THE_CLASS = {"root_params": ()}
 

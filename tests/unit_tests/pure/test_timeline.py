@@ -1,4 +1,4 @@
-"""What `tools/fsdp_timeline.py` reads in a small made-up trace."""
+"""Reading of a small made-up trace by `tools/fsdp_timeline.py`."""
 
 import gzip
 import json

@@ -21,7 +21,7 @@ TINY = (
 
 @dataclass
 class Outcome:
-    """What a run was like on this rank."""
+    """Results of a run on this rank."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)

@@ -146,7 +146,7 @@ def test_a_process_that_is_gone_is_told_and_the_last_checkpoint_stays(mcore_rank
 
 
 def end_at_once(folder: Path) -> list[str]:
-    """What the run that ends right after its save leaves, by its own error or as asked."""
+    """The checkpoint of a run that ends right after its save, by its own error or as asked."""
     from megatron.training.errors import NotFiniteError
 
     def fail(run) -> None:

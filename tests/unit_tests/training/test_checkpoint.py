@@ -1,4 +1,4 @@
-"""What a checkpoint holds, what its flags mean, and what its errors say."""
+"""Checkpoints: their contents, the meaning of their flags, and their errors."""
 
 import errno
 import functools
@@ -135,7 +135,7 @@ def test_a_checkpoint_of_another_model(mcore_ranks1, saved):
 
 
 def warnings_of(flags: str) -> list[str]:
-    """What `megatron.training` warns of in a run."""
+    """Warnings of `megatron.training` in a run."""
     logger = logging.getLogger("megatron.training")
     told = logging.handlers.BufferingHandler(1000)
     told.setLevel(logging.WARNING)

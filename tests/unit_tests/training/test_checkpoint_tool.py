@@ -37,7 +37,7 @@ TOOL = _load_tool()
 
 
 def stored(wrappers: str = "") -> dict:
-    """What a run might have written."""
+    """Values that a run might have written."""
     torch.manual_seed(0)
     state = f"optimizer.state.{wrappers}"
     moments = {f"{state}{FC1}{end}.exp_avg": torch.randn(3, 4) for end in ("_w", "_v")}

@@ -1,4 +1,4 @@
-"""What a command line is answered before anything is started, and that both packages are of one version."""
+"""Answers to a command line before anything is started; both packages are of one version."""
 
 import logging
 import shlex

@@ -1,4 +1,4 @@
-"""What happens between the steps: reports, evaluations, skipped steps, reasons to stop; and that no flag is ignored."""
+"""Events between the steps: reports, evaluations, skipped steps, reasons to stop; and that no flag is ignored."""
 
 import dataclasses
 import os
@@ -130,7 +130,7 @@ def test_tensorboard_has_megatron_lms_tags(reported):
 
 
 def overlap_logged() -> tuple[list[str], Outcome]:
-    """What a run logs of overlap."""
+    """Log lines of a run about overlap."""
     from megatron.training.callbacks import logger
 
     with mock.patch.object(logger, "info") as info:
@@ -151,7 +151,7 @@ def test_overlap_is_logged_by_rank_0_when_due(mcore_ranks2):
 
 
 def deterministic_run() -> tuple[list[tuple[bool, bool]], int, list[str]]:
-    """Whether kernels, and megatron-core's, are deterministic in a step; torch's mode and new variables afterwards."""
+    """Determinism of kernels, and of megatron-core's, in a step; torch's mode and new variables afterwards."""
     from megatron.training.callbacks import Callback
     from megatron.training.config.kernels import DETERMINISTIC
 

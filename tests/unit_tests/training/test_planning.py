@@ -116,7 +116,7 @@ def host_nbytes(name: str) -> int:
 
 def peak_of(function) -> int:
     """The most memory that this process takes meanwhile, above what it had."""
-    function()  # What stays from a first time is no part of it.
+    function()  # Memory that stays from a first time is no part of it.
     Path("/proc/self/clear_refs").write_text("5")
     resting = host_nbytes("VmRSS")
     function()

@@ -43,7 +43,7 @@ TINY = "--num-layers 2 --hidden-size 128 --ffn-hidden-size 344 --num-attention-h
 
 
 def found_by(name: str, argv: str, machine: Machine = CPU, world_size: int = 2) -> str:
-    """What one rule says about a command line, as text."""
+    """The violations of one rule by a command line, as text."""
     (function,) = (function for function in RULES if function.__name__ == name)
     config = load_config(argv.split())
     setting = Setting(

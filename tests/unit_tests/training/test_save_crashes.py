@@ -34,7 +34,7 @@ def values_of(iteration: int) -> dict:
 
 
 def save(disk: Disk, root: Path, iteration: int, content: int | None = None) -> None:
-    """What `Saver` does, without ranks: the content is that of iteration `content`."""
+    """Saves as `Saver` does, without ranks: the content is that of iteration `content`."""
     partial = begin(disk, root, iteration)
     try:
         values = values_of(iteration if content is None else content)
@@ -55,7 +55,7 @@ def save_until_crash(write: Callable[[Disk, Path], None], disk: CrashingDisk, ro
 
 
 def load(root: Path) -> int | None:
-    """Which iteration's content loading gives; None if there is no checkpoint. Fails if it is damaged."""
+    """The iteration whose content loading gives; None if there is no checkpoint. Fails if it is damaged."""
     folder = folder_to_load(root, None)
     if folder is None:
         return None

@@ -42,7 +42,7 @@ def test_split_models_train_like_whole_ones_and_resume_as_such(mcore_ranks4, mco
 
 
 def said_of_models(*flags: str) -> list[list[str]]:
-    """What is logged when the models of several runs are built."""
+    """Log lines from building the models of several runs."""
     from megatron.training import gpt, model
     from megatron.training.config import load_config
     from megatron.training.initialize import initialized

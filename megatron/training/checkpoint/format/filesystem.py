@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 ALGORITHM = "sha256"
-"""What checksums are: processors have instructions for it, and `sha256sum` checks it without us."""
+"""The hash of checksums: processors have instructions for it, and `sha256sum` checks it without us."""
 _PIECE_NBYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileDigest:
-    """What a file must be."""
+    """Size and checksum of a file."""
 
     nbytes: int
     checksum: str
@@ -70,7 +70,7 @@ class ChecksummedFile:
         self._hash, self._nbytes = hashlib.new(ALGORITHM), 0
         self._digest: FileDigest | None = None
         self.error: OSError | None = None
-        """Why it could not be written; torch's writer makes something else of it on its way."""
+        """The system's error, if a write failed; torch's writer replaces it by one of its own."""
 
     def write(self, data: bytes | memoryview) -> int:
         """Appends `data`; its number of bytes."""
@@ -91,7 +91,7 @@ class ChecksummedFile:
             raise
 
     def tell(self) -> int:
-        """How much was written."""
+        """Bytes written so far."""
         return self._nbytes
 
     def flush(self) -> None:

@@ -54,7 +54,7 @@ def _own_checksum(listed: Mapping[str, object]) -> str:
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with the files of a checkpoint, judged by their names and sizes; None if nothing is."""
+    """The damage that names and sizes of a checkpoint's files show, as a sentence; None if they show none."""
     try:
         files = read_manifest(folder)
     except (OSError, ValueError) as error:
@@ -97,7 +97,7 @@ def _shorter_than_its_metadata(folder: Path) -> str | None:
 
 
 def checksum_errors(folder: Path, rank: int, world_size: int) -> list[str]:
-    """What is wrong with the content of this rank's share of the files; nothing if there is no manifest."""
+    """Files of this rank's share whose content is not what was written; empty if there is no manifest."""
     files = read_manifest(folder)
     if files is None:
         return []

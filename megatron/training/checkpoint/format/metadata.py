@@ -37,7 +37,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def stored_bytes(folder: Path, metadata: Metadata, index: MetadataIndex) -> bytes:
-    """What is stored of one tensor's chunk or one value, as `torch.save` wrote it."""
+    """The bytes of one tensor's chunk or one value, as `torch.save` wrote them."""
     place = metadata.storage_data[index]
     with open(folder / place.relative_path, "rb") as stream:
         stream.seek(place.offset)

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: `<root>/iter_0000010/`, and a file that names the latest complete one."""
+"""Paths of checkpoints: `<root>/iter_0000010/`, and a tracker file that names the latest complete one."""
 
 import re
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ TRACKER_PARTIAL = f".{TRACKER}.partial"
 RUN_CONFIG = "run_config.yaml"
 """The run's configuration, for people and for checks; `--yaml-cfg` reads it."""
 RELEASE = "release"
-"""What the tracker says of weights that were converted, not trained here."""
+"""The tracker's word for weights that were converted, not trained here."""
 
 PARTIAL, REPLACED, DELETED = "partial", "replaced", "deleted"
-"""What a hidden folder is: being written; the one before of the same iteration; being deleted."""
+"""Kinds of hidden folders: being written; the one before of the same iteration; being deleted."""
 _HIDDEN = re.compile(rf"\.iter_(\d{{7,}})(?:\.[0-9a-f]+)?\.({PARTIAL}|{REPLACED}|{DELETED})")
 _COMPLETE = re.compile(r"iter_(\d{7,})")
 _ITERATION = re.compile(r"[0-9]{1,18}")
@@ -136,7 +136,7 @@ def check_format(root: Path, step: int | None) -> None:
 
 
 def _folder_of(root: Path, wanted: int | str) -> Path:
-    """Where it lies: under its name, or beside it if a run was killed in the moment of replacing it."""
+    """The folder of one checkpoint: under its name, or beside it if a run was killed in the moment of replacing it."""
     folder = root / RELEASE if wanted == RELEASE else iteration_folder(root, wanted)
     if folder.exists() or not root.exists():
         return folder
@@ -153,6 +153,6 @@ def damage_message(folder: Path, problem: str) -> str:
 
 
 def complete_iterations(root: Path, except_for: Path | None = None) -> str:
-    """Which checkpoints below `root` can be read."""
+    """The names of the checkpoints below `root` that can be read, for a message."""
     found = [path.name for path in sorted(root.glob("iter_*")) if path != except_for and find_damage(path) is None]
     return f"complete {'besides' if except_for else 'there'}: {', '.join(found) or 'none'}"

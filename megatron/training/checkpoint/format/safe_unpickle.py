@@ -40,7 +40,7 @@ _HARMLESS: dict[tuple[str, str], object] = {
         for name in ("PosixPath", "WindowsPath", "PurePosixPath")
     },
 }
-"""What both kinds of pickle may name; paths become text, since one of another system cannot be made."""
+"""Names that both kinds of pickle may use; paths become text, since one of another system cannot be made."""
 
 _OF_METADATA: dict[tuple[str, str], object] = {
     **{
@@ -62,7 +62,7 @@ class _Allowed(pickle.Unpickler):
         self._allowed = {**_HARMLESS, **allowed}
 
     def find_class(self, module: str, name: str) -> Any:
-        """What `module.name` stands for. UnpicklingError for anything that is not on the list."""
+        """The allowed object that `module.name` stands for. UnpicklingError for a name that is not on the list."""
         found = self._allowed.get((module, name))
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             found = getattr(torch, name)

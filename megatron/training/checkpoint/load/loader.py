@@ -71,7 +71,7 @@ class _Found(NamedTuple):
 
 
 def _find(checkpoint: CheckpointConfig) -> _Found | None:
-    """What to read; None if `--load` has no checkpoint and there is none to begin with."""
+    """The checkpoint to read; None if `--load` has none and there is none to begin with."""
     for root, step in ((checkpoint.load, checkpoint.ckpt_step), (checkpoint.pretrained_checkpoint, None)):
         if root is None:
             continue
@@ -84,7 +84,7 @@ def _find(checkpoint: CheckpointConfig) -> _Found | None:
 
 
 def components_to_load(run: Run, *, is_pretrained: bool = False) -> Components:
-    """What the configuration wants of a checkpoint; of one to begin with, the weights."""
+    """The components that the configuration wants of a checkpoint; of a pre-trained one, the weights alone."""
     checkpoint = run.config.checkpoint
     resumes = not (checkpoint.finetune or is_pretrained)
     return Components(
@@ -206,7 +206,7 @@ def _read_here(folder: Path, saved: Metadata, read: dict[str, Any]) -> str | Non
 
 
 def _not_numbers(wanted: Mapping[str, Any], read: Mapping[str, Any]) -> str | None:
-    """Which value stands where the run has a tensor that it cannot fill; only counts of steps may be plain numbers."""
+    """A problem if a plain value stands where the run has a tensor; only counts of steps may be plain numbers."""
     for there, found in read.items():
         value = wanted[there]
         is_number = isinstance(found, (int, float)) and isinstance(value, torch.Tensor) and value.dim() == 0
@@ -216,7 +216,7 @@ def _not_numbers(wanted: Mapping[str, Any], read: Mapping[str, Any]) -> str | No
 
 
 def _rng_source(run: Run, saved: Metadata) -> str:
-    """Whose random states this rank takes: its own, or the first's of its data-parallel ranks, which start alike."""
+    """The key of the random states for this rank: its own, or those of the first of its data-parallel ranks."""
     parts = (name.split(".") for name in saved.state_dict_metadata)
     there = {part[1] for part in parts if part[0] == "rng_state"}
     if len(there) < run.world.ranks.world_size:

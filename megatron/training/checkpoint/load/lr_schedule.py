@@ -18,7 +18,7 @@ _FLAGS = {
     "wd_incr_steps": "--train-",
     "wd_incr_style": "--weight-decay-incr-style",
 }
-"""What sets each part of the schedule; a flag that ends in a dash counts iterations or samples, as the run does."""
+"""The flag of each part of the schedule; one that ends in a dash counts iterations or samples, as the run does."""
 
 _OF_GROUPS = ("max_lr", "min_lr")
 """Parts of the schedule that every group of the optimizer has of its own."""

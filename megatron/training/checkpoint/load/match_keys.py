@@ -1,4 +1,4 @@
-"""Which stored value belongs to which value of a run, whoever wrote the checkpoint, and what does not fit."""
+"""Matching of stored names with those of a run, whoever wrote the checkpoint, and the differences that are left."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _PER_PARAMETER = (STATE, GROUP)
 _PARAMETERS = {"model.": MODEL, STATE: STATE, GROUP: GROUP}
 """Beginnings that a parameter's name follows, perhaps after wrappers' names -> as we write them."""
 _UNEXPECTED_MATTERS = ("model.", STATE)
-"""What a checkpoint may not hold in vain; the rest depends on flags, ranks and precision."""
+"""Beginnings of names that a checkpoint may not hold in vain; the rest depends on flags, ranks and precision."""
 _LEFT_OUT = "._extra_state"
 """End of the names of what modules keep besides tensors, which is never read."""
 _VOCABULARY_TABLES = (".word_embeddings.weight", ".output_layer.weight")
@@ -36,11 +36,11 @@ class Stored:
             self._by_canonical.setdefault(_canonical(name), name)
 
     def find(self, name: str) -> str | None:
-        """What the checkpoint calls `name`, which is as we write it; None if it has no such thing."""
+        """The name in the checkpoint of what we write as `name`; None if it has no such thing."""
         return name if name in self.metadata else self._by_canonical.get(_canonical(name))
 
     def has_weight(self, name: str) -> bool:
-        """Whether there is a parameter of this name."""
+        """True if there is a parameter of this name."""
         return self.find(MODEL + name) is not None
 
     def step_of_group(self, name: str) -> str | None:
@@ -67,7 +67,7 @@ def _canonical(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How a checkpoint differs from what the run would read."""
+    """Differences between the names in a checkpoint and those that the run would read."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -78,7 +78,7 @@ class Difference:
 
     @property
     def is_optimizers_only(self) -> bool:
-        """Whether the model itself fits."""
+        """True if the model itself fits."""
         return not self.shapes and all(name.startswith("optimizer.") for name in (*self.missing, *self.unexpected))
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class Difference:
 
 
 def of_all_ranks(differences: Sequence[Difference]) -> Difference:
-    """What differs on any rank."""
+    """The differences of all ranks together."""
     names = {field: sorted({name for each in differences for name in getattr(each, field)}) for field in _FIELDS}
     return Difference(**{field: tuple(found) for field, found in names.items()})
 
@@ -113,7 +113,7 @@ def _by_parameter(names: Sequence[str]) -> list[str]:
 
 
 def compare(wanted: Mapping[str, Any], stored: Stored) -> Difference:
-    """What of `wanted` (flattened) the checkpoint lacks, has in vain, or has in another shape.
+    """Names of `wanted` (flattened) that the checkpoint lacks, has in vain, or has in another shape.
 
     Options of an optimizer's group may be missing one by one, and experts may be other ranks'.
     """
@@ -149,7 +149,7 @@ def _shapes(wanted: Mapping[str, Any], stored: Stored) -> Iterable[str]:
 
 
 def _padding_to_ask_for(name: str, saved: torch.Size, wanted: torch.Size) -> str:
-    """What to do about a table of the vocabulary that has other rows."""
+    """The advice for a vocabulary table with another number of rows; empty for other tensors."""
     if not name.endswith(_VOCABULARY_TABLES) or saved[1:] != wanted[1:]:
         return ""
     return f"; if the tokenizer is the same, pass --padded-vocab-size {saved[0]}"

@@ -1,4 +1,4 @@
-"""How two checkpoints differ, tensor by tensor."""
+"""Comparison of two checkpoints, tensor by tensor."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +10,12 @@ from megatron.training.checkpoint.offline.lazy_reader import ARGUMENTS, Entry, S
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of it."""
+    """Differences found, and the number of names without one."""
 
     lines: tuple[str, ...]
     """One for each name that differs."""
     equal: int
-    """How many names do not."""
+    """Number of names that do not differ."""
 
 
 def compare_entries(one: Source, other: Source, *, rtol: float, atol: float, only: str = "") -> Comparison:

@@ -73,7 +73,7 @@ def to_plain(source: Source) -> dict[str, Any]:
 
 
 def _split_weights(source: Source) -> tuple[dict[str, Any], dict[_Place, dict[str, Any]]]:
-    """What is whole in `source`, as it is, and of everything else its parts by what their names end with, in order.
+    """The values of `source` that are whole; and of each other weight its parts, by the ends of their names, in order.
 
     Raises:
         ValueError: parts are missing.

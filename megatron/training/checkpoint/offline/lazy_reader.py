@@ -1,4 +1,4 @@
-"""What is stored in a checkpoint, name by name, read only when asked for; needs no process group and no device.
+"""Values of a checkpoint by name, read only when asked for; needs no process group and no device.
 
 A source is a dict from flattened names to entries (tensors) and plain values.
 """
@@ -68,7 +68,7 @@ def checkpoint_folder(path: Path, step: int | None = None) -> Path:
 
 
 def read_folder(folder: Path) -> Source:
-    """What torch's distributed checkpoint in `folder` holds."""
+    """The values of the distributed checkpoint in `folder`."""
     metadata = read_metadata(folder)
     source: dict[str, Any] = {}
     for name, there in metadata.state_dict_metadata.items():
@@ -114,7 +114,7 @@ def _read_chunk(folder: Path, metadata: Metadata, name: str, chunk: ChunkStorage
 
 
 def read_file(path: Path) -> Source:
-    """What a file that `torch.save` wrote holds: a nested dict of tensors and plain values, or a bare state dict.
+    """The values in a file of `torch.save`: a nested dict of tensors and plain values, or a bare state dict.
 
     Raises ValueError for a file that is damaged, or holds more than data.
     """

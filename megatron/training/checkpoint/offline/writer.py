@@ -32,7 +32,7 @@ def _no_progress(name: str, nbytes: int) -> None:
 
 @contextlib.contextmanager
 def _appearing(path: Path) -> Iterator[Path]:
-    """Where to write what shall be `path`; it is renamed at the end, and deleted after an error.
+    """A temporary path that is renamed to `path` at the end, and deleted after an error.
 
     Raises ValueError if there is something at `path`.
     """
@@ -96,7 +96,7 @@ def write_folder(source: Source, root: Path, progress: Progress = _no_progress) 
 
 
 def _cause(error: CheckpointException) -> Exception:
-    """What could not be read or written, which torch has wrapped or covered up with an error of its own."""
+    """The error of reading or writing that torch has wrapped or covered up with one of its own."""
     cause: BaseException | None = next(iter(error.failures.values()))[0]
     while cause is not None and not isinstance(cause, (OSError, ValueError)):
         cause = cause.__cause__ or cause.__context__

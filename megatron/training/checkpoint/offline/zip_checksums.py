@@ -13,7 +13,7 @@ from megatron.training.checkpoint.format.metadata import read_metadata, stored_b
 
 
 def content_errors(path: Path) -> Iterator[str]:
-    """What was changed in a checkpoint since it was written, be it a folder of one iteration or a file.
+    """Changes in a checkpoint since it was written, be it a folder of one iteration or a file.
 
     Raises ValueError or OSError if its index cannot be read.
     """

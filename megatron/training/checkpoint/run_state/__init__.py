@@ -1,1 +1,1 @@
-"""What a run stores in a checkpoint."""
+"""The state of a run that a checkpoint holds."""

@@ -20,7 +20,7 @@ _OPPOSITES = ("checkpoint.save_optim", "checkpoint.save_rng", "checkpoint.load_o
 
 
 def to_arguments(run: Run) -> argparse.Namespace:
-    """What `run` was started with, what followed from it, and how many samples it has read; equal on all ranks."""
+    """The configuration of `run`, sizes that follow from it, and the samples it has read; equal on all ranks."""
     config, plan, state = run.config, run.plan, run.state
     values: dict[str, Any] = {}
     for path in all_flags():

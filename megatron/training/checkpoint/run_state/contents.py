@@ -1,4 +1,4 @@
-"""What a checkpoint holds: tensors and plain values, under Megatron-LM's names; told in full by docs/checkpoints.md.
+"""Contents of a checkpoint: tensors and plain values under Megatron-LM's names, as in docs/checkpoints.md.
 
 - `checkpoint_version`, `iteration`, `num_floating_point_operations_so_far`, `args`; `progress.*`: more counts
 - `model.module.<name>`: main weights and buffers
@@ -25,7 +25,7 @@ VERSION = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """Which parts of a run are written or read; the model always is."""
+    """Components of a run to write or read; the model always is."""
 
     progress: bool
     optimizer: bool
@@ -33,7 +33,7 @@ class Components:
 
 
 def contents(run: Run, components: Components) -> dict[str, Any]:
-    """What is written of `run`: the tensors of `tensors` and every plain value. **Collective.**"""
+    """The state dict to save: `tensors`, arguments and counts. **Collective.**"""
     values: dict[str, Any] = {"checkpoint_version": VERSION, "args": to_arguments(run)}
     if components.progress:
         values |= _counts(run)
@@ -62,7 +62,7 @@ def _counts(run: Run) -> dict[str, Any]:
 
 
 def rank_key(rank: int) -> str:
-    """What the random states of a rank are called."""
+    """The key of a rank's random states."""
     return f"rank_{rank:05d}"
 
 

@@ -36,7 +36,7 @@ _PROGRAM = (
 
 
 class Progress(enum.IntEnum):
-    """How far a process is; what all ranks together are is the largest of theirs."""
+    """Progress of a writing process; the largest of all ranks is the progress of the save."""
 
     WRITTEN = 0
     WRITING = 1
@@ -74,7 +74,7 @@ class WriterProcess:
             raise self._gone() from error
 
     def progress(self) -> "Progress":
-        """How far it is with what it was told to write."""
+        """Progress of the files that were handed over last."""
         if self._answer is None and self._pipe.poll():
             self._answer = self._receive()
         if self._answer is None:
@@ -82,7 +82,7 @@ class WriterProcess:
         return Progress.FAILED if isinstance(self._answer, OSError) else Progress.WRITTEN
 
     def result(self) -> Written:
-        """What was written; waits for it. Raises OSError if it could not be, or if the process is gone."""
+        """The files and places written; waits for them. Raises OSError if writing failed, or if the process is gone."""
         answer, self._answer = self._answer or self._receive(), None
         if isinstance(answer, OSError):
             raise answer

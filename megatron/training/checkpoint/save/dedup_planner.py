@@ -28,7 +28,7 @@ _SHARED = ("optimizer.state.", "optimizer.param_to_group_meta.")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
-    """What one rank's plan says besides its items."""
+    """Additions of one rank to its plan's items."""
 
     paths: dict[str, tuple]
     """Flattened name -> keys of the nested dict, as readers build that again."""
@@ -71,12 +71,12 @@ class DedupPlanner(DefaultSavePlanner):
         super().set_up_planner(planned, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank would write, with its table; the first rank keeps its own."""
+        """The plan of this rank's writes, with its table; the first rank keeps its own."""
         plan = super().create_local_plan()
         return plan if self.is_coordinator else dataclasses.replace(plan, planner_data=self._table)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Who writes what, and the index without places. On the first rank."""
+        """The plans of all ranks, and the index without places. On the first rank."""
         tables = [self._table, *(plan.planner_data for plan in all_plans if plan.planner_data is not None)]
         plans, metadata = super().create_global_plan(
             [dataclasses.replace(plan, planner_data=None) for plan in all_plans]
@@ -120,7 +120,7 @@ def find_duplicates(leaves: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _comparable(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """What tells different values apart; GPUs are asked once."""
+    """A hashable form of each value, the same for equal values; copies from each GPU once."""
     tensors: dict[tuple, list[str]] = {}
     found: dict[str, Any] = {}
     pickled: dict[int, bytes] = {}
@@ -139,7 +139,7 @@ def _comparable(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_shared(name: str, value: Any) -> bool:
-    """Whether it is a number or an option, not a shard."""
+    """True for a number or an option, not a shard."""
     if not name.startswith(_SHARED) or isinstance(value, DTensor):
         return False
     return not isinstance(value, torch.Tensor) or value.dim() == 0

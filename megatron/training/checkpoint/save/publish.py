@@ -1,4 +1,4 @@
-"""How a checkpoint comes to be and goes: hidden while it is incomplete, renamed once, named by the tracker last.
+"""Publication of a checkpoint: hidden while it is incomplete, renamed once, named by the tracker last; and deletion.
 
 All of it happens on rank 0 alone, as operations of a `Disk`. Wherever they break off, what the tracker names is whole.
 """
@@ -31,7 +31,7 @@ from megatron.training.checkpoint.format.paths import (
 logger = logging.getLogger(__name__)
 
 _ABANDONED_AFTER_S = 3600
-"""Where the file system has no locks: how long nothing was written to a partial checkpoint that nobody writes."""
+"""On a file system without locks: time without a write after which a partial checkpoint counts as abandoned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ def _delete(disk: Disk, folder: Path) -> None:
 
 
 def _is_abandoned(hidden: Hidden) -> bool:
-    """Whether no process writes it any more."""
+    """True if no process writes it any more."""
     descriptor = os.open(hidden.path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

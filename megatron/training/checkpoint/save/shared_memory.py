@@ -20,7 +20,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, kw_only=True)
 class StagedTensor:
-    """Where a tensor's elements lie, one after the other."""
+    """Place of a tensor's elements, one after the other, in shared memory."""
 
     offset: int
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class StagedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """What one rank writes, but for the elements of its tensors, which are in shared memory."""
+    """The plan and values that one rank writes, but for the elements of its tensors, which are in shared memory."""
 
     folder: Path
     plan: SavePlan

@@ -23,10 +23,10 @@ from megatron.training.checkpoint.save.dedup_planner import with_duplicates
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What one rank has written."""
+    """Files and pieces that one rank has written."""
 
     results: list[WriteResult]
-    """Where each piece lies."""
+    """The place of each piece."""
     files: dict[str, FileDigest]
     """By name, without the folder."""
 
@@ -39,7 +39,7 @@ class DurableFileSystem(FileSystem):
         self.files: dict[str, FileDigest] = {}
         """Those that are closed."""
         self.errors: list[OSError] = []
-        """Why the others are not. torch loses the errors of its threads."""
+        """The errors of those that failed; torch loses the errors of its threads."""
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[ChecksummedFile]:
@@ -85,7 +85,7 @@ class CheckpointWriter(FileSystemWriter):
         try:
             written = in_threads(functools.partial(self._write_file, planner), names, shares)
         except Exception as error:
-            # What torch makes of a failed write says less.
+            # torch replaces the error of a failed write by one that says less.
             raise (self._files.errors or [error])[0] from error
         results = [result for of_file in written for result in of_file]
         self.written = Written(results=results, files=self._files.files)
