@@ -1,14 +1,31 @@
 """Time one data-parallel engine on one Llama-shaped model; every engine runs this same file.
 
-torchrun --nproc-per-node N benchmarks/fsdp_bench.py --engine {ours,fsdp2,mfsdp,ddp,nocomm} --size 8b --seq 4096 --grad-comm bf16
-Prints one JSON line on rank 0: step time (median, ms), time in which the host issued it, tokens/s/GPU, MFU, peak memory (GiB), losses.
---pretend-ranks 8, without torchrun, is the first of 8 ranks whose collectives return at once and move nothing: memory and
-host time as on 8 GPUs, and a step without communication; its losses mean nothing.
+    torchrun --nproc-per-node N benchmarks/fsdp_bench.py --engine {ours,fsdp2,mfsdp,ddp,nocomm} --size 8b --seq 4096 \\
+        --grad-comm bf16
+
+Prints one JSON line on rank 0: step time (median, ms), time in which the host issued it, tokens/s/GPU, MFU, peak memory
+(GiB), losses. --pretend-ranks 8, without torchrun, is the first of 8 ranks whose collectives return at once and move
+nothing: memory and host time as on 8 GPUs, and a step without communication; its losses mean nothing.
 Weights, data and optimizer are seeded alike, so the losses of two engines are comparable.
 """
 
-import argparse, contextlib, json, math, os, statistics, time
-import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed import fsdp as fsdp2
 
 SIZES = {  # hidden, ffn, layers, heads, kv heads, vocab
     "tiny": (128, 384, 3, 4, 2, 1024),
@@ -123,128 +140,170 @@ def build(args, device, dtype):
     return model
 
 
-def make_engine(args, device):
-    """Returns (model, optimizer, microbatch_context) with microbatch_context(is_last) wrapping fwd+bwd."""
-    plain = lambda last: contextlib.nullcontext()
-    comm = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.grad_comm]
-    adam = lambda ps: torch.optim.AdamW(ps, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    if args.engine == "ddp":
-        model = build(args, device, torch.bfloat16)
-        init_weights(model)
-        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        return model, adam(model.parameters()), plain
-    if args.engine == "nocomm":  # the limit: the same compute, Adam on this rank's 1/N in fp32, no collective at all
-        model = build(args, device, torch.bfloat16)
-        init_weights(model)
-        n = sum(p.numel() for p in model.parameters()) // dist.get_world_size()
-        shard = [nn.Parameter(torch.randn(n // 64, device=device)) for _ in range(64)]
-        for s in shard:
-            s.grad = torch.randn_like(s)
-        opt = adam(shard)
-        opt.zero_grad = lambda: model.zero_grad(set_to_none=True)
-        return model, opt, plain
-    if args.engine == "fsdp2":
-        from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+class Engine(NamedTuple):
+    """A sharded model with its optimizer."""
 
-        mp = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=comm)
-        model = build(args, device, torch.float32)
-        init_weights(model)
-        kw = dict(mp_policy=mp, reshard_after_forward=True)
-        for layer in model.layers:
-            fully_shard(layer, **kw)
-        if args.units == "all":
-            fully_shard(model.embed, **kw)
-            fully_shard([model.norm, model.head], mp_policy=mp, reshard_after_forward=False)
-        fully_shard(model, **kw)
-        torch.cuda.empty_cache()
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    microbatch: Callable[[bool], contextlib.AbstractContextManager]
+    """Wraps forward and backward; its argument is true for the last micro-batch of a step."""
 
-        @contextlib.contextmanager
-        def micro(last):
-            model.set_requires_gradient_sync(True)
-            model.set_is_last_backward(last)
-            yield
 
-        return model, adam(model.parameters()), micro
-    if args.engine == "mfsdp":
-        from megatron_fsdp import fully_shard_model, fully_shard_optimizer, MixedPrecisionPolicy
+def make_engine(args, device) -> Engine:
+    """The engine that the command line asks for, with the benchmark's model on it. **Collective.**"""
+    if args.engine not in ENGINES:
+        raise SystemExit(f"unknown engine {args.engine}")
+    return ENGINES[args.engine](args, device)
 
-        model = build(args, device, torch.bfloat16)
-        init_weights(model)
-        layer = Stack if args.unit_layers > 1 else Block
-        units = [layer, nn.Embedding] if args.units == "all" else [layer]
-        mesh = dist.device_mesh.init_device_mesh("cuda", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
-        model = fully_shard_model(
-            model,
-            device_mesh=mesh,
-            dp_shard_dim="dp",
-            tp_dim="tp",
-            fsdp_unit_modules=units,
-            zero_dp_strategy=args.strategy,
-            mixed_precision_policy=MixedPrecisionPolicy(
-                main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=comm
-            ),
-            nccl_ub=args.nccl_ub,
-            fsdp_double_buffer=args.double_buffer,
-            sync_model_each_microbatch=True,
-        )
-        opt = fully_shard_optimizer(adam(model.parameters()))
-        torch.cuda.empty_cache()
-        return model, opt, plain
-    if args.engine == "ours":
-        from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 
-        model = build(args, device, torch.bfloat16)
-        init_weights(model)
-        layer = Stack if args.unit_layers > 1 else Block
-        units = [layer, nn.Embedding] if args.units == "all" else [layer]
-        hybrid = {}
-        if (
-            args.outer
-        ):  # half of the ranks shard, the other half repeats (no_shard) or shares the optimizer's state (optim)
-            names = ("outer", "dp")
-            mesh = dist.device_mesh.init_device_mesh("cuda", (2, dist.get_world_size() // 2), mesh_dim_names=names)
-            hybrid = dict(
-                device_mesh=mesh,
-                dp_shard_dim="dp",
-                dp_outer_dim="outer",
-                outer_dp_sharding_strategy=args.outer,
-                hybrid_fsdp_group=mesh[names]._flatten("all").get_group(),
-            )
-        model = fully_shard_model(
-            model,
-            fsdp_unit_modules=units,
-            zero_dp_strategy=args.strategy,
-            **hybrid,
-            mixed_precision_policy=MixedPrecisionPolicy(
-                main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=comm
-            ),
-            nccl_ub=args.nccl_ub,
-            fsdp_double_buffer=args.double_buffer,
-            overlap_grad_reduce=not args.plain,
-            overlap_param_gather=not args.plain,
-            residency_bytes=args.residency if args.residency == "auto" else int(float(args.residency)),
-            copy_engine_gather=args.copy_engine,
-            fsdp_db_use_persist_buf_on_alloc_fail=args.persist,
-            sync_model_each_microbatch=args.accum == 1,
-        )
+def make_ddp(args, device) -> Engine:
+    """torch's replicated data parallelism."""
+    model = build(args, device, torch.bfloat16)
+    init_weights(model)
+    model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return Engine(model, adamw(model.parameters()), any_microbatch)
 
-        @contextlib.contextmanager
-        def micro_ours(last):
-            model.is_last_microbatch = last
-            yield
 
-        if args.exact_init:  # main weights from the unrounded values that FSDP2 starts from, not from the bf16 model
-            full = build(args, device, torch.float32)
-            init_weights(full)
-            model.module.load_state_dict(full.state_dict())
-            del full
-        opt = fully_shard_optimizer(adam(model.parameters()))
-        torch.cuda.empty_cache()
-        return model, opt, micro_ours
-    raise SystemExit(f"unknown engine {args.engine}")
+def make_nocomm(args, device) -> Engine:
+    """The limit: the same compute, Adam on this rank's 1/N in fp32, no collective at all."""
+    model = build(args, device, torch.bfloat16)
+    init_weights(model)
+    numel = sum(p.numel() for p in model.parameters()) // dist.get_world_size()
+    shard = [nn.Parameter(torch.randn(numel // 64, device=device)) for _ in range(64)]
+    for part in shard:
+        part.grad = torch.randn_like(part)
+    optimizer = adamw(shard)
+    optimizer.zero_grad = lambda: model.zero_grad(set_to_none=True)
+    return Engine(model, optimizer, any_microbatch)
+
+
+def make_fsdp2(args, device) -> Engine:
+    """torch's own fully sharded data parallelism."""
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=COMM_DTYPES[args.grad_comm])
+    model = build(args, device, torch.float32)
+    init_weights(model)
+    for layer in model.layers:
+        fsdp2.fully_shard(layer, mp_policy=policy, reshard_after_forward=True)
+    if args.units == "all":
+        fsdp2.fully_shard(model.embed, mp_policy=policy, reshard_after_forward=True)
+        fsdp2.fully_shard([model.norm, model.head], mp_policy=policy, reshard_after_forward=False)
+    fsdp2.fully_shard(model, mp_policy=policy, reshard_after_forward=True)
+    torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def microbatch(is_last):
+        model.set_requires_gradient_sync(True)
+        model.set_is_last_backward(is_last)
+        yield
+
+    return Engine(model, adamw(model.parameters()), microbatch)
+
+
+def make_mfsdp(args, device) -> Engine:
+    """The released megatron-fsdp, which has our import name: table.py puts it alone on the path."""
+    mesh = dist.device_mesh.init_device_mesh("cuda", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+    model, megatron_fsdp = shard(
+        args,
+        device,
+        device_mesh=mesh,
+        dp_shard_dim="dp",
+        tp_dim="tp",
+        sync_model_each_microbatch=True,
+    )
+    optimizer = megatron_fsdp.fully_shard_optimizer(adamw(model.parameters()))
+    torch.cuda.empty_cache()
+    return Engine(model, optimizer, any_microbatch)
+
+
+def make_ours(args, device) -> Engine:
+    """This repository's engine."""
+    model, megatron_fsdp = shard(
+        args,
+        device,
+        **hybrid(args.outer),
+        overlap_grad_reduce=not args.plain,
+        overlap_param_gather=not args.plain,
+        residency_bytes=args.residency if args.residency == "auto" else int(float(args.residency)),
+        copy_engine_gather=args.copy_engine,
+        fsdp_db_use_persist_buf_on_alloc_fail=args.persist,
+        sync_model_each_microbatch=args.accum == 1,
+    )
+
+    @contextlib.contextmanager
+    def microbatch(is_last):
+        model.is_last_microbatch = is_last
+        yield
+
+    if args.exact_init:  # main weights from the unrounded values that FSDP2 starts from, not from the bf16 model
+        full = build(args, device, torch.float32)
+        init_weights(full)
+        model.module.load_state_dict(full.state_dict())
+        del full
+    optimizer = megatron_fsdp.fully_shard_optimizer(adamw(model.parameters()))
+    torch.cuda.empty_cache()
+    return Engine(model, optimizer, microbatch)
+
+
+ENGINES: dict[str, Callable[[argparse.Namespace, torch.device], Engine]] = {
+    "ddp": make_ddp,
+    "nocomm": make_nocomm,
+    "fsdp2": make_fsdp2,
+    "mfsdp": make_mfsdp,
+    "ours": make_ours,
+}
+COMM_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def shard(args, device, **options) -> tuple[nn.Module, Any]:
+    """The model, sharded by the `megatron_fsdp` that the path has, and that package. **Collective.**"""
+    megatron_fsdp = importlib.import_module("megatron_fsdp")
+    model = build(args, device, torch.bfloat16)
+    init_weights(model)
+    layer = Stack if args.unit_layers > 1 else Block
+    policy = megatron_fsdp.MixedPrecisionPolicy(
+        main_params_dtype=torch.float32,
+        main_grads_dtype=torch.float32,
+        grad_comm_dtype=COMM_DTYPES[args.grad_comm],
+    )
+    model = megatron_fsdp.fully_shard_model(
+        model,
+        fsdp_unit_modules=[layer, nn.Embedding] if args.units == "all" else [layer],
+        zero_dp_strategy=args.strategy,
+        mixed_precision_policy=policy,
+        nccl_ub=args.nccl_ub,
+        fsdp_double_buffer=args.double_buffer,
+        **options,
+    )
+    return model, megatron_fsdp
+
+
+def hybrid(outer: str) -> dict[str, Any]:
+    """Options of a mesh of 2 x N/2, whose outer half repeats (`no_shard`) or shares the optimizer's state (`optim`)."""
+    if not outer:
+        return {}
+    names = ("outer", "dp")
+    mesh = dist.device_mesh.init_device_mesh("cuda", (2, dist.get_world_size() // 2), mesh_dim_names=names)
+    return {
+        "device_mesh": mesh,
+        "dp_shard_dim": "dp",
+        "dp_outer_dim": "outer",
+        "outer_dp_sharding_strategy": outer,
+        "hybrid_fsdp_group": mesh[names]._flatten("all").get_group(),
+    }
+
+
+def adamw(params) -> torch.optim.Optimizer:
+    """The optimizer of every engine."""
+    return torch.optim.AdamW(params, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def any_microbatch(is_last: bool) -> contextlib.AbstractContextManager:
+    """Wraps a micro-batch of an engine that treats all alike."""
+    return contextlib.nullcontext()
 
 
 def parser():
+    """The command line."""
     ap = argparse.ArgumentParser()
     ap.add_argument("--engine", required=True)
     ap.add_argument("--size", default="8b", choices=SIZES)
@@ -259,127 +318,164 @@ def parser():
     ap.add_argument("--nccl-ub", action="store_true")
     ap.add_argument("--double-buffer", action="store_true")
     ap.add_argument("--persist", action="store_true", help="ours: what fits no double buffer keeps a buffer of its own")
-    ap.add_argument(
-        "--outer", default="", choices=["", "no_shard", "optim"], help="ours: on a mesh of 2 x N/2, the outer axis so"
-    )
+    outer = ["", "no_shard", "optim"]
+    ap.add_argument("--outer", default="", choices=outer, help="ours: on a mesh of 2 x N/2, the outer axis so")
     ap.add_argument("--plain", action="store_true", help="ours: nothing runs beside anything else")
     ap.add_argument("--copy-engine", action="store_true", help="ours: gather by copies out of the other GPUs' memory")
-    ap.add_argument(
-        "--residency", default="0", help="ours: bytes of weights that stay gathered through a step, or auto"
-    )
+    stays = "ours: bytes of weights that stay gathered through a step, or auto"
+    ap.add_argument("--residency", default="0", help=stays)
     ap.add_argument("--steps", type=int, default=12)
     ap.add_argument("--warmup", type=int, default=4)
     ap.add_argument("--trace", default="")
-    ap.add_argument(
-        "--pretend-ranks", type=int, default=0, help="be the first of so many ranks, whose collectives do nothing"
-    )
-    ap.add_argument(
-        "--exact-init", action="store_true", help="ours: start from the same fp32 weights as fsdp2, to compare losses"
-    )
+    pretend = "be the first of so many ranks, whose collectives do nothing"
+    ap.add_argument("--pretend-ranks", type=int, default=0, help=pretend)
+    exact = "ours: start from the same fp32 weights as fsdp2, to compare losses"
+    ap.add_argument("--exact-init", action="store_true", help=exact)
     return ap
 
 
-def main():
+def parse() -> argparse.Namespace:
+    """The command line's options, checked."""
     args = parser().parse_args()
     if args.steps <= args.warmup or min(args.mbs, args.seq, args.accum, args.unit_layers) < 1:
         raise SystemExit(
-            f"error: --steps {args.steps} should be above --warmup {args.warmup}; --mbs, --seq, --accum, --unit-layers at least 1"
+            f"error: --steps {args.steps} should be above --warmup {args.warmup}; "
+            "--mbs, --seq, --accum, --unit-layers at least 1"
         )
+    return args
+
+
+def join(args) -> tuple[int, torch.device]:
+    """This rank and its GPU, once all ranks have joined. **Collective.**"""
     rank, local = (0, 0) if args.pretend_ranks else (int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(local)
     device = torch.device("cuda", local)
     if args.pretend_ranks:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415  registers the backend
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.pretend_ranks)
     else:
         dist.init_process_group("nccl", device_id=device)
-    torch.manual_seed(0)
-    t0 = time.time()
-    model, opt, micro = make_engine(args, device)
-    vocab = SIZES[args.size][5]
-    nparams = sum(math.prod(p.shape) for p in build(args, "meta", torch.bfloat16).parameters())
-    init_s = time.time() - t0
-    torch.cuda.reset_peak_memory_stats()
-    g = torch.Generator(device=device).manual_seed(777 + rank)
-    times, host_times, losses = [], [], []
-    prof = None
+    return rank, device
+
+
+@dataclasses.dataclass
+class Measured:
+    """Figures of the steps; times are those after the warm-up."""
+
+    step_ms: list[float] = dataclasses.field(default_factory=list)
+    host_ms: list[float] = dataclasses.field(default_factory=list)
+    losses: list[float] = dataclasses.field(default_factory=list)
+    """Mean over ranks, of every step."""
+
+
+def train(args, engine: Engine, rank: int, device: torch.device) -> Measured:
+    """Runs and times all steps. **Collective.**"""
+    measured = Measured()
+    generator = torch.Generator(device=device).manual_seed(777 + rank)
+    profiler = torch.profiler.profile() if args.trace else None
     for step in range(args.steps):
-        if args.trace and step == args.steps - 2:
-            prof = torch.profiler.profile()
-            prof.__enter__()
+        if profiler is not None and step == args.steps - 2:
+            profiler.start()
         torch.cuda.synchronize()
         dist.barrier()
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
         issue_s = time.perf_counter()
-        total = 0.0
-        for m in range(args.accum):
-            tokens = torch.randint(0, vocab, (args.mbs, args.seq + 1), device=device, generator=g)
-            with micro(m == args.accum - 1):
-                loss = model(tokens[:, :-1], tokens[:, 1:]) / args.accum
-                loss.backward()
-            total = total + loss.detach()
-        opt.step()
-        opt.zero_grad()
-        b.record()
+        loss = train_step(args, engine, generator)
+        end.record()
         issue_s = time.perf_counter() - issue_s
         torch.cuda.synchronize()
         if step >= args.warmup:
-            times.append(a.elapsed_time(b))
-            host_times.append(issue_s * 1e3)
-        dist.all_reduce(total)
-        losses.append(round(total.item() / dist.get_world_size(), 5))
-    if prof is not None:
-        prof.__exit__(None, None, None)
+            measured.step_ms.append(begin.elapsed_time(end))
+            measured.host_ms.append(issue_s * 1e3)
+        dist.all_reduce(loss)
+        measured.losses.append(round(loss.item() / dist.get_world_size(), 5))
+    if profiler is not None:
+        profiler.stop()
         if rank == 0:
-            prof.export_chrome_trace(args.trace)
-    med = torch.tensor(statistics.median(times), device=device)
-    dist.all_reduce(med, op=dist.ReduceOp.MAX)
-    stats = torch.tensor(
-        [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30], device=device
-    )
-    dist.all_reduce(stats, op=dist.ReduceOp.MAX)
+            profiler.export_chrome_trace(args.trace)
+    return measured
+
+
+def train_step(args, engine: Engine, generator: torch.Generator) -> torch.Tensor:
+    """One step on random tokens; gives this rank's loss. **Collective.**"""
+    vocab, device = SIZES[args.size][5], generator.device
+    total = 0.0
+    for number in range(args.accum):
+        tokens = torch.randint(0, vocab, (args.mbs, args.seq + 1), device=device, generator=generator)
+        with engine.microbatch(number == args.accum - 1):
+            loss = engine.model(tokens[:, :-1], tokens[:, 1:]) / args.accum
+            loss.backward()
+        total = total + loss.detach()
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    return total
+
+
+def summary(args, measured: Measured, init_s: float, device: torch.device) -> dict[str, Any]:
+    """The result that is printed, over all ranks: the slowest median step, the largest peaks. **Collective.**"""
+    median = torch.tensor(statistics.median(measured.step_ms), device=device)
+    dist.all_reduce(median, op=dist.ReduceOp.MAX)
+    peaks = [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
+    peaks = torch.tensor(peaks, device=device)
+    dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+    hidden, _, layers, *_ = SIZES[args.size]
+    numel = sum(math.prod(p.shape) for p in build(args, "meta", torch.bfloat16).parameters())
+    tokens = args.mbs * args.seq * args.accum
+    flops = (6 * numel + 6 * layers * hidden * args.seq) * tokens  # dense + causal attention (12*L*h*s/2)
+    step_s, losses = median.item() / 1e3, measured.losses
+    return {
+        **told(args),
+        "step_ms": round(median.item(), 1),
+        "min_ms": round(min(measured.step_ms), 1),
+        "max_ms": round(max(measured.step_ms), 1),
+        "host_ms": round(statistics.median(measured.host_ms), 1),
+        "tok_s_gpu": round(tokens / step_s),
+        "mfu": round(flops / step_s / PEAK_BF16, 4),
+        "alloc_gib": round(peaks[0].item(), 2),
+        "reserved_gib": round(peaks[1].item(), 2),
+        "init_s": round(init_s, 1),
+        "params_b": round(numel / 1e9, 3),
+        "loss": [losses[0], losses[len(losses) // 2], losses[-1]],
+    }
+
+
+def told(args) -> dict[str, Any]:
+    """The command line, as the result repeats it."""
+    return {
+        "engine": args.engine,
+        "size": args.size,
+        "gpus": dist.get_world_size(),
+        "seq": args.seq,
+        "mbs": args.mbs,
+        "accum": args.accum,
+        "strategy": args.strategy,
+        "comm": args.grad_comm,
+        "units": args.units,
+        "unit_layers": args.unit_layers,
+        "ub": args.nccl_ub,
+        "db": args.double_buffer,
+        "residency": args.residency,
+        "copies": args.copy_engine,
+        "rc": args.recompute,
+        "pretended": bool(args.pretend_ranks),
+    }
+
+
+def main():
+    """Command line."""
+    args = parse()
+    rank, device = join(args)
+    torch.manual_seed(0)
+    began_s = time.time()
+    engine = make_engine(args, device)
+    init_s = time.time() - began_s
+    torch.cuda.reset_peak_memory_stats()
+    measured = train(args, engine, rank, device)
+    result = summary(args, measured, init_s, device)
     if rank == 0:
-        h, f, layers, n, kv, _ = SIZES[args.size]
-        tok = args.mbs * args.seq * args.accum
-        flops = (6 * nparams + 6 * layers * h * args.seq) * tok  # dense + causal attention (12*L*h*s/2)
-        s = med.item() / 1e3
-        print(
-            "RESULT "
-            + json.dumps(
-                dict(
-                    engine=args.engine,
-                    size=args.size,
-                    gpus=dist.get_world_size(),
-                    seq=args.seq,
-                    mbs=args.mbs,
-                    accum=args.accum,
-                    strategy=args.strategy,
-                    comm=args.grad_comm,
-                    units=args.units,
-                    unit_layers=args.unit_layers,
-                    ub=args.nccl_ub,
-                    db=args.double_buffer,
-                    residency=args.residency,
-                    copies=args.copy_engine,
-                    rc=args.recompute,
-                    pretended=bool(args.pretend_ranks),
-                    step_ms=round(med.item(), 1),
-                    min_ms=round(min(times), 1),
-                    max_ms=round(max(times), 1),
-                    host_ms=round(statistics.median(host_times), 1),
-                    tok_s_gpu=round(tok / s),
-                    mfu=round(flops / s / PEAK_BF16, 4),
-                    alloc_gib=round(stats[0].item(), 2),
-                    reserved_gib=round(stats[1].item(), 2),
-                    init_s=round(init_s, 1),
-                    params_b=round(nparams / 1e9, 3),
-                    loss=[losses[0], losses[len(losses) // 2], losses[-1]],
-                )
-            ),
-            flush=True,
-        )
+        print("RESULT " + json.dumps(result), flush=True)
     dist.destroy_process_group()
 
 

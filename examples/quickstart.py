@@ -2,8 +2,9 @@
 
     python examples/quickstart.py [--out DIR] [--processes N] [--iters N] [--resume-iters N]
 
-Prepares the corpus, trains with ZeRO-3 (on GPUs if there are two, else on the CPU), evaluates, saves a checkpoint, resumes from
-it for a few more iterations and draws DIR/loss.png. It prints every command that it runs, so that each can be run by hand.
+Prepares the corpus, trains with ZeRO-3 (on GPUs if there are two, else on the CPU), evaluates, saves a checkpoint,
+resumes from it for a few more iterations and draws DIR/loss.png. It prints every command that it runs, so that each can
+be run by hand.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 #: Parts of the library's folder that are not the library.
@@ -38,7 +42,7 @@ class Curve:
     valid: dict[int, float] = dataclasses.field(default_factory=dict)
 
     def read(self, line: str) -> None:
-        """Takes what a log line says."""
+        """Adds the losses of a log line."""
         for pattern, values in ((LOG_LINE, self.train), (VALID_LINE, self.valid)):
             for iteration, loss in pattern.findall(line):
                 values[int(iteration)] = float(loss)
@@ -86,48 +90,47 @@ def run(command: list[str], curve: Curve | None = None) -> None:
         raise SystemExit(f"the command above failed with exit code {process.returncode}")
 
 
+def prepare(files: list[Path], out: Path) -> Path:
+    """Tokenizes copies of `files` into a data set; returns what `--data-path` takes."""
+    corpus, prefix = out / "corpus", out / "stdlib"
+    corpus.mkdir(exist_ok=True)
+    for number, path in enumerate(files):
+        shutil.copyfile(path, corpus / f"{number:05d}_{path.name}")
+    places = ["--input", str(corpus), "--input-format", "text", "--output-prefix", str(prefix)]
+    tokens = ["--tokenizer-type", "ByteLevelTokenizer", "--append-eod", "--workers", "2"]
+    run([sys.executable, "tools/preprocess_data.py", *places, *tokens])
+    return Path(f"{prefix}_text_document")
+
+
 def train_command(options: argparse.Namespace, data: Path) -> list[str]:
-    """The torchrun command. It stops after `--iters` iterations with a checkpoint; given again, it goes on from there."""
+    """The torchrun command: stops with a checkpoint after `--iters` iterations; given again, it goes on from there."""
     flags = f"""
-        --num-layers 4 --hidden-size 128 --ffn-hidden-size 352 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256
-        --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
-        --attention-dropout 0 --hidden-dropout 0 --transformer-impl local --tokenizer-type ByteLevelTokenizer
-        --micro-batch-size 4 --global-batch-size 16 --train-iters {options.iters + options.resume_iters} --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine
-        --lr-warmup-iters 10 --exit-interval {options.iters} --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95
-        --split 95,5,0 --num-workers 1 --log-interval 10 --eval-interval {options.iters} --eval-iters 4 --save-interval {options.iters}
+        --num-layers 4 --hidden-size 128 --ffn-hidden-size 352 --num-attention-heads 4 --seq-length 256
+        --max-position-embeddings 256 --position-embedding-type rope --swiglu --normalization RMSNorm
+        --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+        --transformer-impl local --tokenizer-type ByteLevelTokenizer --micro-batch-size 4 --global-batch-size 16
+        --train-iters {options.iters + options.resume_iters} --exit-interval {options.iters}
+        --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 10
+        --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95
+        --split 95,5,0 --num-workers 1 --log-interval 10
+        --eval-interval {options.iters} --eval-iters 4 --save-interval {options.iters}
         --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor
     """.split()
-    places = [
-        "--data-path",
-        str(data),
-        "--save",
-        str(options.out / "checkpoints"),
-        "--load",
-        str(options.out / "checkpoints"),
-    ]
+    checkpoints = str(options.out / "checkpoints")
+    places = ["--data-path", str(data), "--save", checkpoints, "--load", checkpoints]
     places += ["--tensorboard-dir", str(options.out / "tensorboard")]
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(options.processes),
-    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", str(options.processes)]
     return [*launcher, "pretrain_gpt.py", *flags, *places]
 
 
 def draw(curve: Curve, entropy: float, resumed_at: int, path: Path) -> None:
     """Writes the loss curve as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    axes.plot(*zip(*sorted(curve.train.items())), label="training", linewidth=1.5)
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(*zip(*sorted(curve.train.items()), strict=True), label="training", linewidth=1.5)
     if curve.valid:
-        axes.plot(*zip(*sorted(curve.valid.items())), "o", label="validation")
+        axes.plot(*zip(*sorted(curve.valid.items()), strict=True), "o", label="validation")
     axes.axhline(entropy, color="gray", linestyle="--", label=f"unigram entropy {entropy:.2f}")
     axes.axvline(resumed_at, color="gray", linestyle=":", label="saved and resumed")
     axes.set(
@@ -142,13 +145,9 @@ def draw(curve: Curve, entropy: float, resumed_at: int, path: Path) -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    import matplotlib  # noqa: F401  (for the last step: what is missing is told before the first)
-    import torch
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, default=REPOSITORY / "quickstart_out", help="folder for everything that is written"
-    )
+    out = REPOSITORY / "quickstart_out"
+    parser.add_argument("--out", type=Path, default=out, help="folder for everything that is written")
     parser.add_argument("--processes", type=int, default=2, help="data-parallel processes")
     parser.add_argument("--iters", type=int, default=300, help="iterations before the checkpoint")
     parser.add_argument("--resume-iters", type=int, default=30, help="iterations after it")
@@ -168,28 +167,18 @@ def main(argv: list[str] | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     files = corpus_files(int(options.corpus_mb * 1e6))
     entropy = unigram_entropy(files)
-    print(
-        f"corpus: {len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB, {entropy:.3f} nats per byte"
-    )
-    corpus = options.out / "corpus"
-    corpus.mkdir(exist_ok=True)
-    for number, path in enumerate(files):
-        shutil.copyfile(path, corpus / f"{number:05d}_{path.name}")
-    prefix = options.out / "stdlib"
-    run([
-        sys.executable, "tools/preprocess_data.py", "--input", str(corpus), "--input-format", "text", "--output-prefix", str(prefix),
-        "--tokenizer-type", "ByteLevelTokenizer", "--append-eod", "--workers", "2",
-    ])  # fmt: skip
-    data = Path(f"{prefix}_text_document")
+    megabytes = sum(path.stat().st_size for path in files) / 1e6
+    print(f"corpus: {len(files)} files, {megabytes:.1f} MB, {entropy:.3f} nats per byte")
+    data = prepare(files, options.out)
     curve = Curve()
     run(train_command(options, data), curve)
     print(f"\nstopped after iteration {max(curve.train)}; the same command resumes from the checkpoint:")
     run(train_command(options, data), curve)
     draw(curve, entropy, options.iters, options.out / "loss.png")
-    last = curve.train[max(curve.train)]
-    print(
-        f"\nloss {last:.3f} nats per byte after {max(curve.train)} iterations; unigram entropy {entropy:.3f}; curve in {options.out / 'loss.png'}"
-    )
+    end = max(curve.train)
+    last = curve.train[end]
+    print(f"\nloss {last:.3f} nats per byte after {end} iterations; unigram entropy {entropy:.3f}")
+    print(f"curve in {options.out / 'loss.png'}")
     if not last < FAR_BELOW * entropy:
         raise SystemExit(f"the loss should be below {FAR_BELOW} x {entropy:.3f}")
 
