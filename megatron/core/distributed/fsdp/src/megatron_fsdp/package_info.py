@@ -1,7 +1,7 @@
-"""Name, version and description of the package; `setup.py` reads this file without importing anything."""
+"""Name, version and description of the package; `pyproject.toml` takes the version from here."""
 
 MAJOR = 0
-MINOR = 1
+MINOR = 2
 PATCH = 0
 PRE_RELEASE = ""
 
@@ -10,6 +10,7 @@ __version__ = __shortversion__ + PRE_RELEASE
 
 __package_name__ = "megatron_fsdp"
 __contact_names__ = "The megatron-fsdp developers"
+# Empty: the project has no public address yet, and its metadata names none.
 __contact_emails__ = ""
 __homepage__ = ""
 __repository_url__ = ""
