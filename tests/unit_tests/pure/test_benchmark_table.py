@@ -42,6 +42,13 @@ def test_the_latest_measurement_of_a_row_is_shown_with_what_failed(table, tmp_pa
     ]
 
 
+def test_the_page_shows_what_was_measured(table):
+    """`python benchmarks/table.py --show benchmarks/results` prints the page's tables."""
+    page = (FILE.parents[1] / "docs/performance.md").read_text(encoding="utf-8")
+    shown = {line for line in table.table(FILE.parent / "results").splitlines() if line.startswith("|")}
+    assert shown <= set(page.splitlines())
+
+
 def test_an_engine_that_gives_no_result_is_an_error_in_its_row(table, tmp_path, monkeypatch):
     monkeypatch.setattr(table, "HERE", tmp_path)  # no benchmark lies there
     given = argparse.Namespace(steps=1, gpus=1, timeout_s=60.0, pretend_ranks=0, peer_path="")

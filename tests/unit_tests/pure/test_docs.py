@@ -15,6 +15,8 @@ BASES = (
     ROOT / "tests/unit_tests",
 )
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+#: Notes of what was measured at the time; files that they name may be gone.
+LAB_PAGES = sorted((ROOT / "docs/lab").glob("*.md"))
 MAX_WORDS = 30
 
 
@@ -50,6 +52,11 @@ def test_what_a_page_names_exists(page):
     text = page.read_text(encoding="utf-8")
     assert missing_files(text) == []
     assert dead_links(text, page.parent) == []
+
+
+@pytest.mark.parametrize("page", LAB_PAGES, ids=lambda page: page.name)
+def test_links_of_lab_notes_lead_somewhere(page):
+    assert dead_links(page.read_text(encoding="utf-8"), page.parent) == []
 
 
 def test_what_is_missing_is_found(tmp_path):
