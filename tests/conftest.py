@@ -1,16 +1,32 @@
-"""Fixtures for every test: pools of gloo ranks, started by the first test that asks for one."""
+"""Fixtures for every test, pools of gloo ranks, started by the first test that asks for one; seconds per test file."""
 
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.unit_tests.harness.file_times import FileTimes
 from tests.unit_tests.harness.rank_pool import RankPool, import_paths, setup_mcore
 
 # Before torch is imported: for models this small a second thread costs more than it computes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path[:0] = [path for path in import_paths() if path not in sys.path]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the options of `FileTimes`."""
+    group = parser.getgroup("seconds per file")
+    group.addoption("--seconds-per-file", type=int, default=0, metavar="N", help="show the N slowest test files")
+    group.addoption("--write-seconds-per-file", type=Path, metavar="PAGE", help="write them to a Markdown page, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Times files if that was asked for."""
+    count, page = config.getoption("--seconds-per-file"), config.getoption("--write-seconds-per-file")
+    if count or page:
+        config.pluginmanager.register(FileTimes(count or 20, page), "seconds-per-file")
 
 
 @pytest.fixture(scope="session")

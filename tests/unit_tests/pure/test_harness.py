@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.unit_tests.harness import models
+from tests.unit_tests.harness.file_times import FileTimes
 from tests.unit_tests.harness.reference import DtypePolicy, Recipe, assert_same_training, train_reference
 from tests.unit_tests.harness.simulate import Resting, SimulatedMesh, train_simulated
 
@@ -135,3 +136,13 @@ def test_a_difference_names_its_step_and_parameter():
     other[1].weights["blocks.1.cube"][2, 4, 6] += 1
     with pytest.raises(AssertionError, match=r"weights\['blocks.1.cube'\] of step 1"):
         assert_same_training(records, other)
+
+
+def test_seconds_are_added_up_by_file():
+    times = FileTimes(count=1, page=None)
+    for nodeid, phase, seconds in (("a.py::x", "setup", 1.0), ("a.py::x", "call", 2.0), ("b.py::y[1]", "call", 2.5)):
+        times.pytest_runtest_logreport(
+            pytest.TestReport(nodeid, ("", 0, ""), {}, "passed", None, phase, duration=seconds)
+        )
+    assert times.slowest() == [("a.py", 3.0)]
+    assert "all 2 tests took 6 s" in times.page() and "| `a.py` | 1 | 3.0 |" in times.page()
