@@ -79,13 +79,8 @@ class Float8Codec:
     def handles(self, param: nn.Parameter) -> bool:
         return isinstance(param.data, Float8Tensor)
 
-    def planes(self, param: nn.Parameter) -> tuple:
-        from megatron_fsdp.state.codec import Plane
-
-        return (Plane("bytes", torch.uint8),)
-
-    def grad_dtype(self, param: nn.Parameter) -> torch.dtype:
-        return param.dtype
+    def storage_dtype(self, param: nn.Parameter) -> torch.dtype:
+        return torch.uint8
 
     def atom_rows(self, param: nn.Parameter) -> int:
         return 1
@@ -93,8 +88,8 @@ class Float8Codec:
     def initial_main(self, param: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         return param.detach().dequantized().to(dtype)
 
-    def bind(self, param: nn.Parameter, views: tuple[torch.Tensor, ...]) -> None:
-        param.data_bytes = views[0]
+    def bind(self, param: nn.Parameter, view: torch.Tensor) -> None:
+        param.data_bytes = view
 
     def encode(self, shards: Sequence[Any], groups: Sequence[dist.ProcessGroup]) -> None:
         none = torch.zeros(())
@@ -103,16 +98,7 @@ class Float8Codec:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         for shard, magnitude in zip(shards, largest, strict=True):
             shard.param.scale.copy_(scale_of(magnitude))
-            shard.planes[0].copy_(encoded(shard.main, shard.param.scale))
-
-    def planes_for(self, *, backward: bool) -> tuple[str, ...]:
-        return ("bytes",)
-
-    def after_gather(self, params: Sequence[nn.Parameter]) -> None:
-        pass
-
-    def after_release(self, params: Sequence[nn.Parameter]) -> None:
-        pass
+            shard.stored.copy_(encoded(shard.main, shard.param.scale))
 
 
 @functools.cache

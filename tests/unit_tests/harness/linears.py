@@ -39,7 +39,7 @@ def counted_copies() -> Iterator[list[int]]:
     from megatron_fsdp.state import main_grad
 
     group = main_grad.MainGrad
-    copied, write, copy_all, leave = [0], group._write, main_grad.foreach_copy_, group._leave_what_is_held
+    copied, write, copy_all, leave = [0], group._write, main_grad.foreach_copy_, group._leave_held_memory
 
     def count(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         copied[0] += sum(source.numel() for source in sources)
@@ -57,11 +57,11 @@ def counted_copies() -> Iterator[list[int]]:
         leave(self)
         copied[0] += 0 if self._staged is before else self._staged.data.numel()
 
-    group._write, group._leave_what_is_held = counting, leaving
+    group._write, group._leave_held_memory = counting, leaving
     try:
         yield copied
     finally:
-        group._write, group._leave_what_is_held = write, leave
+        group._write, group._leave_held_memory = write, leave
 
 
 @contextlib.contextmanager

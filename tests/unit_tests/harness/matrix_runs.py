@@ -185,7 +185,7 @@ def _own_gradients(factor: float, rank: int) -> Any:
 
     def wrapper(collect: Any) -> Any:
         def collect_scaled(self: Any) -> Any:
-            for param in self._facts.params:
+            for param in self._spec.params:
                 if param.grad is not None and dist.get_rank() == rank:
                     param.grad.mul_(factor)
             return collect(self)

@@ -214,12 +214,12 @@ def assert_resting(model: Any, lenders: Sequence[Any] = ()) -> None:
             assert param.grad.placements == param.placements, name
             assert param.grad.to_local().shape == param.to_local().shape, name
     for group, param in model.param_and_grad_buffer.trained():
-        assert param.sharded.grad is None or param.sharded.grad.dtype == group.facts.grad_dtype, param.fqn
+        assert param.sharded.grad is None or param.sharded.grad.dtype == group.spec.grad_dtype, param.fqn
     for group in model.param_and_grad_buffer.parameter_groups:
         if group.plan.gathers_weights and group not in kept:
-            assert not group.is_unsharded, f"{group.facts.fqns} are still gathered"
+            assert not group.is_unsharded, f"{group.spec.fqns} are still gathered"
             sizes = [param.untyped_storage().size() for param in group.params if type(param.data) is torch.Tensor]
-            assert is_poisoned(model) or not any(sizes), f"{group.facts.fqns} keep their full storage: {sizes} bytes"
+            assert is_poisoned(model) or not any(sizes), f"{group.spec.fqns} keep their full storage: {sizes} bytes"
 
 
 def is_poisoned(model: Any) -> bool:

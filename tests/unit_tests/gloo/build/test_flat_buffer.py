@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_fsdp.machine.collectives import SOLO, Axis, GradScale
 from megatron_fsdp.plan.layout import plan_layout
 from megatron_fsdp.plan.strategy import PARTIAL, REPLICATED, AxisPair, Placement, plan_for
-from megatron_fsdp.state.flat_buffer import FlatBuffer, Span, piece_bounds
+from megatron_fsdp.state.flat_buffer import FlatBuffer, FlatSpan, local_bounds
 from tests.unit_tests.harness.sharded import hybrid_mesh
 
 R, S, P = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL
@@ -36,14 +36,21 @@ def global_values(layout, dtype, seed=0):
 @pytest.mark.parametrize("shape", [(3, 2, 2), (5,), (), (0, 4, 3), (2, 0)])
 def test_a_span_is_a_slice_in_a_shape(shape) -> None:
     data = torch.arange(40.0)[7:]  # as a part of a buffer begins: inside its storage
-    span = Span.of(shape, 4)
+    span = FlatSpan.of(shape, 4)
     expected = data[4 : 4 + torch.Size(shape).numel()].view(shape)
     assert torch.equal(span.view(data), expected) and span.stride == expected.stride()
     assert span.view(data).data_ptr() == expected.data_ptr()
 
 
+def empty(layout, axes, pair, dtype):
+    """A buffer with memory, whose contents are undefined."""
+    buffer = FlatBuffer(layout, axes, pair, torch.empty(0, dtype=dtype))
+    buffer.allocate()
+    return buffer
+
+
 def buffer_of(values, layout, pair, dtype):
-    buffer = FlatBuffer.empty(layout, axes(), pair, dtype, torch.device("cpu"))
+    buffer = empty(layout, axes(), pair, dtype)
     lo, hi = buffer.bounds
     buffer.data.copy_(values[lo:hi])
     return buffer
@@ -60,9 +67,9 @@ def gather_from_every_placement(dtype):
     sources = [AxisPair(R, S)] + ([AxisPair(S, S)] if dist.get_world_size() == 4 else [])
     wholes = []
     for pair in sources:
-        target = FlatBuffer.empty(layout, axes(), REPLICATED, dtype, torch.device("cpu"))
+        target = empty(layout, axes(), REPLICATED, dtype)
         target.gather_from(buffer_of(values, layout, pair, dtype))
-        in_place = FlatBuffer.empty(layout, axes(), REPLICATED, dtype, torch.device("cpu"))
+        in_place = empty(layout, axes(), REPLICATED, dtype)
         part = in_place.part(pair)
         part.data.copy_(values[slice(*part.bounds)])
         in_place.gather_from(in_place.part(pair))
@@ -117,16 +124,16 @@ def test_pieces_are_numbered_inner_first():
     layout = plan_layout([(60, 2)], 6)
     starts = {}
     for outer, inner in itertools.product(range(2), range(3)):
-        starts[outer, inner] = piece_bounds(layout, two_axes(outer, inner), AxisPair(S, S))[0] // layout.shard_size
-        assert piece_bounds(layout, two_axes(outer, inner), AxisPair(R, S))[0] == inner * 2 * layout.shard_size
-        assert piece_bounds(layout, two_axes(outer, inner), REPLICATED) == (0, layout.size)
+        starts[outer, inner] = local_bounds(layout, two_axes(outer, inner), AxisPair(S, S))[0] // layout.shard_size
+        assert local_bounds(layout, two_axes(outer, inner), AxisPair(R, S))[0] == inner * 2 * layout.shard_size
+        assert local_bounds(layout, two_axes(outer, inner), REPLICATED) == (0, layout.size)
     assert starts == {(outer, inner): inner * 2 + outer for outer, inner in starts}
 
 
 @pytest.mark.parametrize("place", [AxisPair(S, S), AxisPair(R, S), PARTIAL])
 def test_views_and_parts_share_the_buffer_s_storage(place):
     layout = plan_layout(SHAPES, 6)
-    buffer = FlatBuffer.empty(layout, two_axes(1, 1), place, torch.float32, torch.device("cpu"))
+    buffer = empty(layout, two_axes(1, 1), place, torch.float32)
     buffer.data.zero_()
     for slot in range(len(SHAPES)):
         buffer.view(slot).add_(slot + 1)
@@ -143,7 +150,7 @@ def test_views_and_parts_share_the_buffer_s_storage(place):
 def test_a_rank_without_rows_has_an_empty_view_of_the_right_width():
     layout = plan_layout([(1, 7), (8, 7)], 3)
     places = [(SOLO, Axis(None, None, rank, 3)) for rank in range(3)]
-    buffers = [FlatBuffer.empty(layout, at, AxisPair(R, S), torch.float32, torch.device("cpu")) for at in places]
+    buffers = [empty(layout, at, AxisPair(R, S), torch.float32) for at in places]
     assert sorted(buffer.view(0).shape for buffer in buffers) == [(0, 7), (0, 7), (1, 7)]
 
 
@@ -156,7 +163,7 @@ def test_a_parameter_without_dims_is_viewed_where_it_is_whole():
 def test_impossible_transitions_are_our_own_bugs():
     layout = plan_layout(SHAPES, 1)
     plan = plan_for("no_shard", inner_size=1)
-    buffer = FlatBuffer.empty(layout, (SOLO, SOLO), plan.weight, torch.float32, torch.device("cpu"))
+    buffer = empty(layout, (SOLO, SOLO), plan.weight, torch.float32)
     partial = FlatBuffer(layout, (SOLO, SOLO), PARTIAL, buffer.data)
     with pytest.raises((AssertionError, KeyError)):
         buffer.gather_from(partial)

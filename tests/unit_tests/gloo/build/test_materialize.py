@@ -186,7 +186,7 @@ def follow_tags():
     weights = [model.module[0].weight, model.module[2].weight]
     kept = [[getattr(weight, tag, None) == f"value of {tag}" for tag in tags] for weight in weights]
     groups = model.param_and_grad_buffer.parameter_groups
-    return kept, weights[0].requires_grad, [group.facts.is_replicated for group in groups], len(full(model))
+    return kept, weights[0].requires_grad, [group.spec.is_replicated for group in groups], len(full(model))
 
 
 def test_tags_and_frozenness_survive(ranks2):

@@ -118,7 +118,7 @@ def look_inside(marks: str, is_frozen: bool) -> dict[str, Any]:
     with collectives_heard() as backward:
         loss.backward()
     groups = model.param_and_grad_buffer.parameter_groups
-    marked = [group for group in groups if group.facts.is_replicated]
+    marked = [group for group in groups if group.spec.is_replicated]
     return {
         "forward": forward,
         "backward": backward,

@@ -12,8 +12,9 @@ from megatron_fsdp.machine.collectives import Axis, GradScale
 from megatron_fsdp.plan.layout import plan_layout
 from megatron_fsdp.plan.strategy import REPLICATED, RESTING, plan_for
 from megatron_fsdp.state.codec import PlainCodec
+from megatron_fsdp.state.group_spec import GroupSpec
 from megatron_fsdp.state.main_grad import GradState
-from megatron_fsdp.state.param_group import GroupFacts, ParamGroup
+from megatron_fsdp.state.param_group import ParamGroup
 from tests.unit_tests.gloo.build.test_flat_buffer import axes
 from tests.unit_tests.harness.communication import collectives_heard, no_collectives
 
@@ -39,7 +40,7 @@ def make_group(inner, outer, dtypes=Dtypes(), *, requires_grad=True, pool=None):
     params = tuple(
         torch.nn.Parameter(value.to(dtypes.compute), requires_grad=requires_grad) for value in integers("weights")
     )
-    facts = GroupFacts(
+    spec = GroupSpec(
         name="group",
         params=params,
         fqns=("a", "b", "c"),
@@ -54,8 +55,9 @@ def make_group(inner, outer, dtypes=Dtypes(), *, requires_grad=True, pool=None):
         is_expert=False,
         is_replicated=False,
         device=torch.device("cpu"),
+        atom_rows=(1,) * len(SHAPES),
     )
-    group = ParamGroup(facts, pool or PoisonPool())
+    group = ParamGroup(spec, pool or PoisonPool())
     group.load_initial(lambda full: full)
     return group
 

@@ -73,7 +73,7 @@ def share_memory() -> list[bool]:
     model(torch.ones(2, 7)).sum().backward()
     claims = []
     for group in model.param_and_grad_buffer.parameter_groups:
-        for slot, fqn in enumerate(group.facts.fqns):
+        for slot, fqn in enumerate(group.spec.fqns):
             param = model.module.get_parameter(fqn)
             main, grad = group.main_weight_buffer.view(slot), group.main_grad.final.view(slot)
             with torch.no_grad():

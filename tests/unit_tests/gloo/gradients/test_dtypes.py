@@ -110,7 +110,7 @@ def job_dtypes_and_storage(cases: list[tuple[int, torch.dtype, DtypePolicy]]) ->
         (group,) = model.param_and_grad_buffer.parameter_groups
         weight, main = group.model_weight_buffer.data, group.main_weight_buffer.data
         is_shared = weight.untyped_storage().data_ptr() == main.untyped_storage().data_ptr()
-        facts.append([group.main_weight_buffer.dtype, group.main_grad_buffer.dtype, group.facts.comm_dtype, is_shared])
+        facts.append([group.main_weight_buffer.dtype, group.main_grad_buffer.dtype, group.spec.comm_dtype, is_shared])
     return facts
 
 

@@ -70,7 +70,7 @@ def changed_in_place() -> list[bool]:
     found = []
     for group, param in model.param_and_grad_buffer.trained():
         param.sharded.grad.fill_(3.0)
-        slot = group.facts.fqns.index(param.fqn)
+        slot = group.spec.fqns.index(param.fqn)
         found.append(bool((group.main_grad.final.view(slot) == 3.0).all()))
     return found
 

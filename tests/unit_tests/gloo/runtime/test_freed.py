@@ -104,9 +104,9 @@ def alive_after(use: Callable[[Any, Any], None], strategy: int) -> list[str]:
             "main": group.main_weight_buffer,
             "grad": group.main_grad_buffer,
         }
-        refs |= {f"{group.facts.name} {name}": weakref.ref(buffer.data) for name, buffer in tensors.items()}
+        refs |= {f"{group.spec.name} {name}": weakref.ref(buffer.data) for name, buffer in tensors.items()}
         refs |= {
-            f"unsharded {name}": weakref.ref(param) for name, param in zip(group.facts.fqns, group.params, strict=True)
+            f"unsharded {name}": weakref.ref(param) for name, param in zip(group.spec.fqns, group.params, strict=True)
         }
     refs |= {f"sharded {name}": weakref.ref(param) for name, param in model.named_parameters()}
     del model, optimizer, groups, group, tensors

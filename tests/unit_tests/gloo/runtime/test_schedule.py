@@ -97,7 +97,7 @@ def job_gathers(task: str) -> list[list[str]]:
         real = ParamGroup.unshard
         with mock.patch.object(ParamGroup, "unshard", autospec=True, side_effect=real) as spy, torch.no_grad():
             model(ranks[dist.get_rank()][0])
-        seen.append([call.args[0].facts.name.partition(":")[0] for call in spy.call_args_list])
+        seen.append([call.args[0].spec.name.partition(":")[0] for call in spy.call_args_list])
     return seen
 
 

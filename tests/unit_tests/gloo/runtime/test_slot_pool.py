@@ -162,7 +162,7 @@ def job_watched(
 def test_units_take_turns_and_others_keep_what_they_have(ranks2: RankPool) -> None:
     regions, _, overflows, warnings = ranks2.run(job_watched, "integers", KEPT)[0]
     assert {name for name in regions} == {
-        "weights 0.0", "weights 1.0", "own root:0.0", "gradients 0.0", "gradients 1.0",
+        "weights 0.0", "weights 1.0", "own root:0.weight", "gradients 0.0", "gradients 1.0",
     }  # fmt: skip
     # Two micro-batches, each with the gradients of three blocks and of the head, which is one more like them.
     assert regions["gradients 0.0"] == regions["gradients 1.0"] == 4
@@ -240,5 +240,5 @@ def test_slots_that_nothing_needs_are_told(ranks2: RankPool) -> None:
 def test_what_lasts_and_is_communicated_is_named_to_the_memory(ranks2: RankPool) -> None:
     lasting = {strategy: ranks2.run(job_watched, "integers", ALIKE, strategy)[0][1] for strategy in (1, 2, 3)}
     assert all(nbytes > 0 for nbytes in lasting[1].values()) and "blocks.0:0.main_grad" in lasting[1]
-    assert lasting[2]["blocks.0:0.0"] > 0 and lasting[2]["blocks.0:0.main_grad"] == 0
-    assert lasting[3]["blocks.0:0.0"] == lasting[2]["blocks.0:0.0"] // 2
+    assert lasting[2]["blocks.0:0.weight"] > 0 and lasting[2]["blocks.0:0.main_grad"] == 0
+    assert lasting[3]["blocks.0:0.weight"] == lasting[2]["blocks.0:0.weight"] // 2

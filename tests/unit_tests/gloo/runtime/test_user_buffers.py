@@ -116,7 +116,7 @@ def job_model(options: dict, strategy: int = 3) -> list[Any]:
 #: Two slots for weights, two for gradients, one communicator.
 SLOTS = ["gradients 0.0", "gradients 1.0", "weights 0.0", "weights 1.0"]
 #: What gathers read where main weights have the weights' dtype.
-SHARDS = [f"lasting blocks.{number}:0.0" for number in range(6)]
+SHARDS = [f"lasting blocks.{number}:0.weight" for number in range(6)]
 
 
 def test_buffers_are_registered_at_build(ranks2: RankPool) -> None:
@@ -124,7 +124,7 @@ def test_buffers_are_registered_at_build(ranks2: RankPool) -> None:
     assert ranks2.run(job_model, {"nccl_ub": True}) == [[10, by_hand, by_hand, 10, sorted(SLOTS + SHARDS)]] * 2
 
 
-@pytest.mark.parametrize(("strategy", "kinds"), [(0, {"main_grad"}), (1, {"0", "main_grad"}), (2, {"0"})])
+@pytest.mark.parametrize(("strategy", "kinds"), [(0, {"main_grad"}), (1, {"weight", "main_grad"}), (2, {"weight"})])
 def test_what_lasts_and_is_communicated_is_registered_too(ranks2: RankPool, strategy: int, kinds: set[str]) -> None:
     for registrations, *_, regions in ranks2.run(job_model, {"nccl_ub": True}, strategy):
         lasting = [region for region in regions if region.startswith("lasting")]

@@ -365,7 +365,7 @@ class MegatronFSDP(nn.Module):
     def broadcast_params(self) -> None:
         """Gives replicated parameters the first rank's values; sharded ones have one owner each. **Collective**."""
         for group in self.param_and_grad_buffer.parameter_groups:
-            for axis, place in zip(group.facts.axes, group.plan.main_weight, strict=True):
+            for axis, place in zip(group.spec.axes, group.plan.main_weight, strict=True):
                 if axis.size > 1 and place is Placement.REPLICATE:
                     dist.broadcast(group.main_weight_buffer.data, group=axis.group, group_src=0)
         self.install_optimized_model_weights()

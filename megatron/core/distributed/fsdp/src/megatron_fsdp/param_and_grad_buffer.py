@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
@@ -19,10 +17,10 @@ from megatron_fsdp.state.param_group import ParamGroup
 
 
 class ParamAndGradBuffer:
-    """Every group's buffers, and what is done to all of them at once.
+    """Every group's buffers, with the operations on all of them at once.
 
-    A parameter's gradient is a view of its group's buffer. So torch's own rules hold for it: what is done to it in
-    place is added to, and what is taken off the parameter is gone. See `MainGrad` for what these cost.
+    A parameter's gradient is a view of its group's buffer. So torch's own rules hold for it: the next backward adds to
+    values that were changed in place, and a gradient that is taken off its parameter is gone. See `MainGrad`.
     """
 
     def __init__(self, schedule: Schedule, pool: StoragePool, *, use_decoupled_grad: bool):
@@ -35,12 +33,9 @@ class ParamAndGradBuffer:
         groups = [group for group in self.parameter_groups if group.main_grad is not None]
         self._trained = [(group, managed[id(param)]) for group in groups for param in group.params]
         self._main_grads: list[MainGrad] = [group.main_grad for group in groups]
-        attribute, wait = (
-            "decoupled_grad" if use_decoupled_grad else "grad",
-            weakref.WeakMethod(schedule.wait_for_reductions),
-        )
+        attribute = "decoupled_grad" if use_decoupled_grad else "grad"
         for group in groups:
-            group.main_grad.show_on([managed[id(param)].sharded for param in group.params], attribute, wait)
+            group.main_grad.show_on([managed[id(param)].sharded for param in group.params], attribute)
 
     @property
     def optimizer_named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -69,7 +64,7 @@ class ParamAndGradBuffer:
 
     @torch.no_grad()
     def attach_grads(self) -> None:
-        """Attaches what has come since it was last done, when the current stream has waited for reductions.
+        """Attaches the gradients that came since the last call; the current stream has waited for reductions.
 
         Gradients of other groups may have been replaced, or dropped, and stay so.
         """
@@ -87,8 +82,7 @@ class ParamAndGradBuffer:
     def has_foreign_grads_only(self) -> bool:
         """Gradients are on parameters, and none has come through the model."""
         is_empty = all(main_grad.state is GradState.EMPTY for main_grad in self._main_grads)
-        has_any = any(param.sharded.grad is not None for _, param in self._trained)
-        return is_empty and has_any and not bool(self._schedule.strays())
+        return is_empty and not self._schedule.strays() and any(p.sharded.grad is not None for _, p in self._trained)
 
     def zero_grad(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Forgets and detaches the gradients of `params` (None: of all); frees buffers that hold no others."""
@@ -97,17 +91,17 @@ class ParamAndGradBuffer:
     @uncompiled
     @torch.no_grad()
     def forget_grads(self, params: Iterable[nn.Parameter] | None, *, set_to_none: bool) -> None:
-        """As `zero_grad`; without `set_to_none` gradients that are attached become zero and stay."""
+        """As `zero_grad`; without `set_to_none` attached gradients stay, as zeros."""
         self._schedule.end_interrupted_backward()
-        if not all(map(operator.attrgetter("is_current"), self._main_grads)):
-            self._schedule.wait_for_reductions()  # what is dropped here may still be read there
-        chosen = None if params is None else set(map(id, params))
+        if not all(main_grad.is_current for main_grad in self._main_grads):
+            self._schedule.wait_for_reductions()  # they may still read the dropped gradients
+        chosen = _ids(params)
         for main_grad in self._main_grads:
             (main_grad.drop if set_to_none else main_grad.zero)(chosen)
 
     def detach_grads(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Takes the gradients off `params` (None: all); the buffers keep them."""
-        chosen = None if params is None else set(map(id, params))
+        chosen = _ids(params)
         for main_grad in self._main_grads:
             main_grad.detach(chosen)
             main_grad.is_current = False
@@ -115,10 +109,10 @@ class ParamAndGradBuffer:
     @uncompiled
     @torch.no_grad()
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
-        """Multiplies every gradient, attached or still accumulating, by `factor`, with what was done to it since."""
+        """Multiplies every gradient, attached or still accumulating, by `factor`, and attaches the final ones."""
         self._schedule.wait_for_reductions()
         if isinstance(factor, torch.Tensor):  # without a dim it would be rounded to the gradients' dtype, on CUDA
-            factor = factor.to(self.parameter_groups[0].facts.device).reshape(1)
+            factor = factor.to(self.parameter_groups[0].spec.device).reshape(1)
         for main_grad in self._main_grads:
             main_grad.scale(factor)
         self.update_main_grads()
@@ -127,7 +121,11 @@ class ParamAndGradBuffer:
         """Registers communication buffers with NCCL; call it once, between steps. **Collective**.
 
         Raises:
-            RuntimeError: `nccl_ub` with `fsdp_manual_registration` is off, so there is nothing to register; or it has
-                been done.
+            RuntimeError: `nccl_ub` with `fsdp_manual_registration` is off, so there is nothing to register; or the
+                buffers are registered already.
         """
         register_late(self._pool, self._schedule.config.buffers)
+
+
+def _ids(params: Iterable[nn.Parameter] | None) -> Collection[int] | None:
+    return None if params is None else set(map(id, params))

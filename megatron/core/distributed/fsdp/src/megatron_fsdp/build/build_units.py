@@ -24,7 +24,8 @@ from megatron_fsdp.build.meta_init import check_resettable, materialize, materia
 from megatron_fsdp.build.copy_engine_setup import make_peers, open_peers
 from megatron_fsdp.runtime.unit import Unit
 from megatron_fsdp.state.codec import codec_for
-from megatron_fsdp.state.param_group import GroupFacts, ParamGroup
+from megatron_fsdp.state.group_spec import GroupSpec
+from megatron_fsdp.state.param_group import ParamGroup
 from megatron_fsdp.state.param_tags import has_single_owner, is_expert_param, is_no_shard
 from megatron_fsdp.state.tensor_parallel import local_part
 
@@ -150,7 +151,7 @@ def build_units(request: BuildRequest, plans: list[UnitPlan]) -> list[Unit]:
             materialize(plan, request.device)
         groups = [_make_group(plan, request, number, group) for number, group in enumerate(_plan_groups(plan, request))]
         for group in groups:
-            group.load_initial(_Source(request, group.facts.is_expert))
+            group.load_initial(_Source(request, group.spec.is_expert))
         units.append(Unit(position, plan.fqn, plan.module, groups, plan.params, is_root=plan.is_root))
     if request.from_meta:
         materialize_buffers(request.module, request.device)
@@ -178,8 +179,8 @@ def _plan_groups(plan: UnitPlan, request: BuildRequest) -> tuple[GroupPlan, ...]
     for param in plan.params:
         codec = codec_for(param.unsharded)
         key = GroupKey(
-            codec=(type(codec).__name__, codec.planes(param.unsharded)),
-            dtype=codec.grad_dtype(param.unsharded),
+            codec=(type(codec).__name__, codec.storage_dtype(param.unsharded)),
+            dtype=param.unsharded.dtype,
             requires_grad=param.unsharded.requires_grad,
             is_expert=is_expert_param(param.unsharded),
             is_replicated=is_no_shard(param.unsharded) or param.unsharded.dim() == 0,
@@ -216,14 +217,14 @@ def _make_group(plan: UnitPlan, request: BuildRequest, number: int, group: Group
     params = tuple(plan.params[i].unsharded for i in group.members)
     codec = codec_for(params[0])
     precision = request.config.precision
-    main_grads_dtype = precision.main_grads_dtype or codec.grad_dtype(params[0])
+    main_grads_dtype = precision.main_grads_dtype or params[0].dtype
     is_frozen = not group.key.requires_grad
     # A frozen weight is never updated: a second copy in another dtype would be memory for nothing.
     main_dtype = params[0].dtype if is_frozen else precision.main_params_dtype or params[0].dtype
     strategy = _strategy(request, group.key.is_expert, group.key.is_replicated)
-    if is_frozen and [plane.dtype for plane in codec.planes(params[0])] == [main_dtype]:
+    if is_frozen and codec.storage_dtype(params[0]) == main_dtype:
         strategy = strategy.without_optimizer()
-    facts = GroupFacts(
+    spec = GroupSpec(
         name=f"{plan.fqn or 'root'}:{number}",
         params=params,
         fqns=tuple(plan.params[i].fqn for i in group.members),
@@ -241,7 +242,7 @@ def _make_group(plan: UnitPlan, request: BuildRequest, number: int, group: Group
         device=request.device,
         peers=request.peers.get(group.key.is_expert),
     )
-    return ParamGroup(facts, request.pool)
+    return ParamGroup(spec, request.pool)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,12 +63,12 @@ def open_peers(groups: Sequence[ParamGroup], index: FSDPDistributedIndex) -> Non
         ValueError: memory cannot be shared between the processes; on every data-parallel rank.
     """
     for is_expert in (False, True):
-        members = [group for group in groups if group.facts.is_expert == is_expert and group.facts.peers is not None]
+        members = [group for group in groups if group.spec.is_expert == is_expert and group.spec.peers is not None]
         if not members:
             continue
         problem = None
         try:
-            members[0].facts.peers.open(max(group.sent_nbytes for group in members), SymmetricMemory)
+            members[0].spec.peers.open(max(group.sent_nbytes for group in members), SymmetricMemory)
         except RuntimeError as error:
             problem = f"rank {dist.get_rank()} could not share memory with its peers: {error}"
         _agree(problem, index.get_dp_group(is_expert))
@@ -76,7 +76,7 @@ def open_peers(groups: Sequence[ParamGroup], index: FSDPDistributedIndex) -> Non
 
 def offered_nbytes(groups: Iterable[ParamGroup]) -> int:
     """Bytes that this rank holds for its peers to read."""
-    return sum(peers.nbytes for peers in {group.facts.peers for group in groups} if peers is not None)
+    return sum(peers.nbytes for peers in {group.spec.peers for group in groups} if peers is not None)
 
 
 def _problem_on(axis: Axis, device: Device) -> str | None:

@@ -119,7 +119,7 @@ class NanReport:
         findings, rank = [], dist.get_rank()
         for trained, flags in zip(self._trained, reduced, strict=True):
             own = self._own.get(id(trained.group), torch.zeros_like(flags))
-            columns = zip(trained.group.facts.fqns, flags.tolist(), own.tolist(), strict=True)
+            columns = zip(trained.group.spec.fqns, flags.tolist(), own.tolist(), strict=True)
             for fqn, is_reduced, is_own in columns:
                 if is_reduced or is_own:
                     findings.append(Finding(fqn, trained.unit, rank, is_own, is_reduced))
@@ -135,7 +135,7 @@ class NanReport:
 
 def _own_grad(group: ParamGroup, slot: int, param: torch.nn.Parameter) -> torch.Tensor | None:
     if getattr(param, "grad_added_to_main_grad", False):  # a fused kernel wrote it past autograd
-        return group.main_grad.place(slot)
+        return group.main_grad.staged_grad(slot)
     return None if param.grad is None else local_part(param.grad)
 
 

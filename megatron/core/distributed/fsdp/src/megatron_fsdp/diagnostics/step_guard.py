@@ -51,7 +51,7 @@ class StepGuard:
         for unit, group in owned:
             if id(group) in before and bool(before[id(group)] != self._sums[id(group)]):
                 raise RuntimeError(
-                    f"{', '.join(group.facts.fqns)} of unit {unit.label} have other values than the model computes "
+                    f"{', '.join(group.spec.fqns)} of unit {unit.label} have other values than the model computes "
                     "with: they were changed without its knowledge. Step with the optimizer that "
                     "fully_shard_optimizer() or fully_shard() gives back; after other changes call "
                     "install_optimized_model_weights()."

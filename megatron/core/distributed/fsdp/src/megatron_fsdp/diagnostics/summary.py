@@ -35,7 +35,7 @@ def build_summary(schedule: Schedule, config: EngineConfig, pool: StoragePool) -
     grads = sum(staged[: config.reductions_in_flight])
     if config.reduction_numel is not None and not config.buffers.has_slots:
         grads = min(
-            sum(staged), max(staged[0], _nbytes(config.reduction_numel, [group.facts.comm_dtype for group in groups]))
+            sum(staged), max(staged[0], _nbytes(config.reduction_numel, [group.spec.comm_dtype for group in groups]))
         )
     head = (
         f"megatron_fsdp: {config.strategy_label}, {used:,} parameters in {len(schedule.units)} units and "
@@ -116,9 +116,9 @@ def _row(unit: Unit) -> tuple[str, ...]:
     size = sum(group.layout.size for group in unit.groups)
     tags = set()
     for group in unit.groups:
-        facts = group.facts
-        tags.add(str(facts.params[0].dtype).removeprefix("torch."))
-        claims = {NO_SHARD: facts.is_replicated, "frozen": not facts.requires_grad, "expert": facts.is_expert}
+        spec = group.spec
+        tags.add(str(spec.params[0].dtype).removeprefix("torch."))
+        claims = {NO_SHARD: spec.is_replicated, "frozen": not spec.requires_grad, "expert": spec.is_expert}
         tags.update(tag for tag, is_true in claims.items() if is_true)
     return (
         f"{unit.label} {type(module).__name__}",

@@ -20,7 +20,7 @@ from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.machine.torch_compat import dtensor_over, dtensor_spec, local_tensor, strided_shard
 from megatron_fsdp.plan.strategy import Placement
 from megatron_fsdp.runtime.unit import ManagedParam
-from megatron_fsdp.state.flat_buffer import Span, piece_bounds
+from megatron_fsdp.state.flat_buffer import FlatSpan, local_bounds
 from megatron_fsdp.state.param_group import ParamGroup
 from megatron_fsdp.state.param_tags import copy_tags
 from megatron_fsdp.state.tensor_parallel import Stretch, TensorCut, tensor_cut
@@ -37,10 +37,10 @@ class ShardSpec:
         # Weak: tensors carry this object, and a tensor must not keep its group's buffers alive.
         self._group = weakref.ref(group)
         self._layout = group.layout
-        self._axes = group.facts.axes
+        self._axes = group.spec.axes
         self._placement = group.plan.main_weight
         self.slot = slot
-        is_expert = group.facts.is_expert
+        is_expert = group.spec.is_expert
         self.mesh, dp_ndim, tp_group = _mesh_of(index, is_expert)
         self.cut_over_tp = tensor_cut(group.params[slot], tp_group)
         self._part_shape = torch.Size(group.layout.slots[slot].shape)
@@ -73,9 +73,9 @@ class ShardSpec:
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         """`local` (this rank's rows) as a DTensor whose `full_tensor` is right on uneven shards. Shares its memory."""
-        return self.mark(dtensor_over(Span.of(local.shape, 0).alone(local), self._spec_in(local.dtype)))
+        return self.mark(dtensor_over(FlatSpan.of(local.shape, 0).alone(local), self._spec_in(local.dtype)))
 
-    def wrap_grad(self, data: torch.Tensor, span: Span) -> DTensor:
+    def wrap_grad(self, data: torch.Tensor, span: FlatSpan) -> DTensor:
         """As `wrap`, of this rank's rows at `span` of a gradient buffer. Of all parameters in each step, so in 4 us."""
         local = span.alone(data)
         made = dtensor_over(local, self._spec_in(local.dtype))
@@ -132,7 +132,7 @@ class ShardSpec:
         low, high = (min(max(at, first), first + count) - first for at in (self.first_row, last))
         start = min(max(first - self.first_row, 0), self.row_count)
         rows = local.narrow(0, start, high - low)
-        rows = Span.of(rows.shape, 0).alone(rows)
+        rows = FlatSpan.of(rows.shape, 0).alone(rows)
         shape, offsets = [count, *self._part_shape[1:]], [low] + [0] * (len(self.shape) - 1)
         if cut.is_cut:
             assert cut.dim == 0 or cut.blocks == 1, "blocks of another dim than the rows lie apart"
@@ -195,7 +195,7 @@ class ShardSpec:
             placement = self._placement
             if axis is inner:  # the outer axis is whole by then
                 placement = placement._replace(outer=Placement.REPLICATE)
-            counts.append(self._layout.rows_on(self.slot, *piece_bounds(self._layout, moved, placement)).count)
+            counts.append(self._layout.rows_on(self.slot, *local_bounds(self._layout, moved, placement)).count)
         return counts
 
 
@@ -297,7 +297,7 @@ class _Detached:
 def make_sharded_param(param: ManagedParam, group: ParamGroup, slot: int, index: FSDPDistributedIndex) -> nn.Parameter:
     """The Parameter that users and optimizers hold: a DTensor over this rank's rows of the main weight."""
     spec = ShardSpec(group, slot, index)
-    if group.facts.is_expert and not index.holds_first_experts:
+    if group.spec.is_expert and not index.holds_first_experts:
         spec.taken_name = param.fqn
     sharded = nn.Parameter(spec.wrap(group.main_weight_buffer.view(slot)), requires_grad=param.unsharded.requires_grad)
     spec.mark(sharded)

@@ -47,10 +47,10 @@ def install(buffer: ParamAndGradBuffer) -> None:
 
 def _lend(group: weakref.ref[ParamGroup], slot: int) -> torch.Tensor:
     """Where one parameter's gradient of this backward goes."""
-    place = group().main_grad.lend(slot)
+    place = group().main_grad.wgrad_out(slot)
     if place is None:
         raise RuntimeError(
-            f"{group().facts.fqns[slot]} has a second gradient in one backward, which would overwrite the first; turn "
+            f"{group().spec.fqns[slot]} has a second gradient in one backward, which would overwrite the first; turn "
             "gradient_accumulation_fusion off, or use the weight once in each forward and call backward for each."
         )
     return place

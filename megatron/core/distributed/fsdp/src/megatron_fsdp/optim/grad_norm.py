@@ -43,7 +43,7 @@ def clip_grad_norm(
         raise ValueError(f"norm_type is {norm_type}; expected a number above 0, or inf")
     groups = [group for group in buffer.parameter_groups if group.main_grad is not None]
     # Of all groups, not of the gradients that this rank happens to hold: ranks must reduce one dtype.
-    dtypes = [dtype for group in groups for dtype in (group.facts.grad_dtype, group.facts.main_dtype)]
+    dtypes = [dtype for group in groups for dtype in (group.spec.grad_dtype, group.spec.main_dtype)]
     dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
     found = [(param.sharded.megatron_fsdp_spec, _grad(param.sharded)) for _, param in buffer.trained()]
     found = [(spec, grad) for spec, grad in found if grad is not None]
@@ -54,7 +54,7 @@ def clip_grad_norm(
         counted, ranks = local_grads(grad for spec, grad in found if spec.cut_over_tp.counts_here), []
     if tp_group is not None:
         ranks.append(tp_group)
-    norm = total_norm(counted, ranks, buffer.parameter_groups[0].facts.device, norm_type, dtype)
+    norm = total_norm(counted, ranks, buffer.parameter_groups[0].spec.device, norm_type, dtype)
     clip_by_norm(grads, max_norm, norm)
     return norm
 
@@ -66,7 +66,7 @@ def _grad(sharded: torch.Tensor) -> torch.Tensor | None:
 
 def _copies(group: ParamGroup) -> int:
     """How many ranks hold the same part of the group's final gradient."""
-    placed = zip(group.facts.axes, group.plan.finalized_grad(), strict=True)
+    placed = zip(group.spec.axes, group.plan.finalized_grad(), strict=True)
     return math.prod(axis.size for axis, place in placed if place is not Placement.SHARD)
 
 

@@ -25,8 +25,8 @@ class Consensus:
     @classmethod
     def of(cls, units: Sequence[Unit], device: torch.device) -> Consensus:
         """The ranks over which these units are spread. A single unit has one order by itself."""
-        facts = [group.facts for unit in units for group in unit.groups] if len(units) > 1 else []
-        return cls(min(facts, key=lambda fact: fact.is_expert).axes if facts else (), device)
+        specs = [group.spec for unit in units for group in unit.groups] if len(units) > 1 else []
+        return cls(min(specs, key=lambda spec: spec.is_expert).axes if specs else (), device)
 
     def largest(self, numbers: Sequence[int | bool]) -> list[int]:
         """The largest of each of the numbers over all ranks. **Collective**."""

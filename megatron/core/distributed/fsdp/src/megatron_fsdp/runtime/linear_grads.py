@@ -31,7 +31,7 @@ def install(schedule: Schedule) -> None:
         large = [
             (param, _Lender(weakref.ref(schedule), weakref.ref(unit), number, slot))
             for number, group in enumerate(unit.groups)
-            if group.main_grad is not None and group.main_grad.lends
+            if group.main_grad is not None and group.main_grad.has_wgrad_out
             for slot, param in enumerate(group.params)
             if type(param) is nn.Parameter and param.dim() == 2 and param.numel() >= LEAST_NUMEL
         ]
@@ -40,7 +40,7 @@ def install(schedule: Schedule) -> None:
         for param, lender in large:
             param.grad_dtype = None  # as it is computed, even if that is wider than the weight
             param.__class__, param.lender = LinearWeight, lender
-            if unit.groups[lender.number].facts.comm_dtype is param.dtype:  # compiled gradients have the weight's dtype
+            if unit.groups[lender.number].spec.comm_dtype is param.dtype:  # compiled gradients have the weight's dtype
                 _LENDERS[torch_compat.storage_id(param), param.storage_offset()] = lender
 
 

@@ -73,6 +73,9 @@ class Reducer:
                 self._wait()
             if self.before_collect is not None:
                 self.before_collect(group)
+            group.main_grad.note_dropped()
+            if group.main_grad.dropped and not group.main_grad.is_current:  # `collect` moves what reductions wrote
+                self._wait()
             staged = group.main_grad.collect()
             if staged is not None:
                 self._issue(unit, group, staged)
@@ -87,7 +90,7 @@ class Reducer:
         if not group.main_grad.is_staged:
             self._make_room(group)
         self._lends_to = unit
-        return group.main_grad.lend(slot)
+        return group.main_grad.wgrad_out(slot)
 
     @torch.no_grad()
     def finalize(self, unit: Unit) -> None:
@@ -96,7 +99,7 @@ class Reducer:
             if group.main_grad is None or group.main_grad.state is not GradState.ACCUMULATING:
                 continue
             if group.plan.accumulates_final_values:  # what has been reduced is what it should be
-                group.main_grad.finalize(self._scales[group.facts.is_expert])
+                group.main_grad.finalize(self._scales[group.spec.is_expert])
             else:
                 self._finalize(unit, group)
 
@@ -124,14 +127,14 @@ class Reducer:
             if group.main_grad.state is GradState.FINAL:  # about to be opened again on this stream
                 self._stream.wait_stream(self._outer_stream)
             with self._watch.communicates(Kind.REDUCE, unit):
-                group.main_grad.reduce(staged, self._scales[group.facts.is_expert])
+                group.main_grad.reduce(staged, self._scales[group.spec.is_expert])
             self._in_flight.setdefault(unit, []).append((staged, self._device.record_event()))
 
     def _finalize(self, unit: Unit, group: ParamGroup) -> None:
         ready = self._device.record_event()
         with self._device.use(self._stream):
             ready.wait()
-            scale = self._scales[group.facts.is_expert]
+            scale = self._scales[group.spec.is_expert]
             with self._watch.communicates(Kind.REDUCE, unit):
                 crossing = group.main_grad.finalize(scale, functools.partial(self._along_outer, unit))
             if crossing is not None:

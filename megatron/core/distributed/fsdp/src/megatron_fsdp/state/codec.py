@@ -14,66 +14,46 @@ from megatron_fsdp.state.tensor_parallel import local_part
 
 
 @dataclasses.dataclass(frozen=True)
-class Plane:
-    """One stored form of a group's compute weights; one element per parameter element."""
-
-    name: str
-    dtype: torch.dtype
-
-
-@dataclasses.dataclass(frozen=True)
 class Shard:
-    """One parameter's rows on this rank, in the main weight and in every plane of the compute weight."""
+    """One parameter's rows on this rank, in the main weight and in the compute weight."""
 
     param: torch.nn.Parameter
     main: torch.Tensor
     """(rows, *rest) in the main dtype; zero rows where the rank owns none."""
-    planes: tuple[torch.Tensor, ...]
-    """The same rows of each plane, in the plane's dtype."""
-    first_row: int = 0
+    stored: torch.Tensor
+    """The same rows of the compute weight, in the codec's storage dtype."""
+    first_row: int
     """Number of the first of these rows in the parameter."""
-    atom_rows: int = 1
+    atom_rows: int
     """Rows from row 0 on that lie on one rank together: as `WeightCodec.atom_rows` asks, or 1 if that cost too much."""
 
 
 class WeightCodec(Protocol):
-    """How a group's compute weights are stored and refreshed. Stateless; one object serves every group."""
+    """Storage format of a group's compute weights. Stateless; one object serves every group."""
 
     is_cast: bool
-    """Encoding is a cast to the one plane's dtype, element by element, so a gather may do it on its way."""
+    """Encoding is a cast to the storage dtype, element by element, so a gather may do it on its way."""
 
     def handles(self, param: torch.nn.Parameter) -> bool:
         """True if this codec stores `param`."""
 
-    def planes(self, param: torch.nn.Parameter) -> tuple[Plane, ...]:
-        """The stored forms; parameters of one group agree on them."""
-
-    def grad_dtype(self, param: torch.nn.Parameter) -> torch.dtype:
-        """Dtype in which autograd delivers this parameter's gradient."""
+    def storage_dtype(self, param: torch.nn.Parameter) -> torch.dtype:
+        """Dtype in which the weight is stored and gathered, one element per parameter element."""
 
     def atom_rows(self, param: torch.nn.Parameter) -> int:
-        """Rows that should stay on one rank for this format. Where that would be mostly padding they do not, and
-        `encode` is told so by `Shard.atom_rows`: what a block of rows has in common is then the ranks' to agree on."""
+        """Rows that should stay on one rank for this format. Where that would be mostly padding they are cut, and
+        `Shard.atom_rows` tells `encode` so: ranks then agree on the values that a block of rows has in common."""
 
     def initial_main(self, param: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         """The full main weight to start from, shaped as the parameter (a DTensor: as its local tensor)."""
 
-    def bind(self, param: torch.nn.Parameter, views: tuple[torch.Tensor, ...]) -> None:
-        """Makes `views` (full shape, one per plane) the parameter's storage from now on."""
+    def bind(self, param: torch.nn.Parameter, view: torch.Tensor) -> None:
+        """Makes `view`, of full shape, the parameter's storage from now on."""
 
     def encode(self, shards: Sequence[Shard], groups: Sequence[dist.ProcessGroup]) -> None:
-        """Refreshes every plane from the main weights. **Collective** over `groups` if the format needs statistics
-        of whole parameters: every rank calls it with the same parameters in the same order, and the maximum over a
-        parameter is the maximum over `groups`, one after the other."""
-
-    def planes_for(self, *, backward: bool) -> tuple[str, ...]:
-        """Names of the planes that forward or backward reads."""
-
-    def after_gather(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Builds what is derived from the gathered planes."""
-
-    def after_release(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Drops what was derived from the gathered planes."""
+        """Refreshes the compute weights from the main weights. **Collective** over `groups` if the format needs
+        statistics of whole parameters: every rank calls it with the same parameters in the same order, and the maximum
+        over a parameter is the maximum over `groups`, one after the other."""
 
 
 class PlainCodec:
@@ -82,14 +62,10 @@ class PlainCodec:
     is_cast = True
 
     def handles(self, param: torch.nn.Parameter) -> bool:
-        """Every parameter whose class is torch's own, and DTensors of such."""
+        """True if the parameter, or the local tensor of a DTensor, is a plain tensor."""
         return type(local_part(param.data)) is torch.Tensor
 
-    def planes(self, param: torch.nn.Parameter) -> tuple[Plane, ...]:
-        """One plane in the parameter's dtype."""
-        return (Plane("weight", param.dtype),)
-
-    def grad_dtype(self, param: torch.nn.Parameter) -> torch.dtype:
+    def storage_dtype(self, param: torch.nn.Parameter) -> torch.dtype:
         """The parameter's dtype."""
         return param.dtype
 
@@ -101,28 +77,18 @@ class PlainCodec:
         """The parameter's values; cast when they are copied into the main weight."""
         return local_part(param.data)
 
-    def bind(self, param: torch.nn.Parameter, views: tuple[torch.Tensor, ...]) -> None:
+    def bind(self, param: torch.nn.Parameter, view: torch.Tensor) -> None:
         """Points the parameter at the view."""
         # Through `.data`: a Parameter made of the view would share its version counter with the buffer, and autograd
         # would take the re-gather before backward for an in-place change of a saved tensor.
-        local_part(param).data = views[0]
+        local_part(param).data = view
 
     def encode(self, shards: Sequence[Shard], groups: Sequence[dist.ProcessGroup]) -> None:
         """Casts; nothing to do where the main weight is the compute weight."""
-        pairs = [(shard.planes[0], shard.main) for shard in shards if shard.main.numel()]
-        pairs = [(plane, main) for plane, main in pairs if plane.data_ptr() != main.data_ptr()]
+        pairs = [(shard.stored, shard.main) for shard in shards if shard.main.numel()]
+        pairs = [(stored, main) for stored, main in pairs if stored.data_ptr() != main.data_ptr()]
         if pairs:
-            foreach_copy_([plane for plane, _ in pairs], [main for _, main in pairs])
-
-    def planes_for(self, *, backward: bool) -> tuple[str, ...]:
-        """The same plane in both directions."""
-        return ("weight",)
-
-    def after_gather(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Nothing is derived."""
-
-    def after_release(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Nothing is derived."""
+            foreach_copy_([stored for stored, _ in pairs], [main for _, main in pairs])
 
 
 _CODECS: list[WeightCodec] = [PlainCodec()]

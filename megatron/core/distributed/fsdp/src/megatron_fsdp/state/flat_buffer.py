@@ -1,4 +1,4 @@
-"""One layout, one tensor, one placement; per-parameter views."""
+"""Flat buffers: this rank's part of all parameters of a group, with per-parameter views and collectives."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron_fsdp.plan.strategy import COLLECTIVE, AxisPair, Placement, moves
 
 Axes = tuple[Axis, Axis]
 """The (outer, inner) data-parallel axes."""
-#: The position of the inner one.
+#: Position of the inner axis.
 INNER = 1
 
 
-def piece_bounds(layout: Layout, axes: Axes, placement: AxisPair) -> tuple[int, int]:
+def local_bounds(layout: Layout, axes: Axes, placement: AxisPair) -> tuple[int, int]:
     """Elements [lo, hi) of the global buffer that this rank holds under `placement`; shards are inner-major."""
     lo, hi = 0, layout.size
     for axis, place in ((axes[1], placement.inner), (axes[0], placement.outer)):
@@ -31,16 +31,16 @@ def piece_bounds(layout: Layout, axes: Axes, placement: AxisPair) -> tuple[int, 
     return lo, hi
 
 
-class Span(NamedTuple):
-    """Where rows of one parameter lie in the data of a buffer, as `torch.Tensor.as_strided` wants to know it."""
+class FlatSpan(NamedTuple):
+    """Shape, stride and first element of one parameter's rows in the data of a buffer."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     start: int
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], start: int) -> Span:
-        """Rows of this shape, one behind the other from element `start` on."""
+    def of(cls, shape: tuple[int, ...], start: int) -> FlatSpan:
+        """Contiguous rows of this shape, from element `start` on."""
         stride = [math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape))]
         return cls(shape, tuple(stride), start)
 
@@ -57,7 +57,7 @@ class Span(NamedTuple):
         """
         if 0 in self.shape:
             return data.new_empty(self.shape)
-        storage, itemsize = data.untyped_storage(), data.element_size()
+        storage, itemsize = data.untyped_storage(), data.itemsize
         nbytes = math.prod(self.shape) * itemsize
         if storage.nbytes() != nbytes:
             first = (data.storage_offset() + self.start) * itemsize
@@ -73,31 +73,27 @@ class FlatBuffer:
     axes: Axes
     placement: AxisPair
     data: torch.Tensor
-    """1-D; elements [lo, hi) of the global buffer."""
-
-    @classmethod
-    def empty(
-        cls, layout: Layout, axes: Axes, placement: AxisPair, dtype: torch.dtype, device: torch.device
-    ) -> FlatBuffer:
-        """A buffer of this rank's size under `placement`, contents undefined."""
-        lo, hi = piece_bounds(layout, axes, placement)
-        return cls(layout, axes, placement, torch.empty(hi - lo, dtype=dtype, device=device))
+    """1-D; elements [lo, hi) of the global buffer, or none while the buffer has no memory."""
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the elements."""
         return self.data.dtype
 
+    @functools.cached_property
+    def bounds(self) -> tuple[int, int]:
+        """Elements [lo, hi) of the global buffer held here."""
+        return local_bounds(self.layout, self.axes, self.placement)
+
     @property
     def numel(self) -> int:
-        """Elements that this rank holds, whether or not there is memory for them now."""
-        lo, hi = self.bounds
-        return hi - lo
+        """Elements that this rank holds, with or without memory for them."""
+        return self.bounds[1] - self.bounds[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank holds, whether or not they are allocated now."""
-        return self.numel * self.data.element_size()
+        """Bytes that this rank holds, allocated or not."""
+        return self.numel * self.data.itemsize
 
     @property
     def is_data_distributed(self) -> bool:
@@ -105,7 +101,7 @@ class FlatBuffer:
         return self.numel < self.layout.size
 
     def allocate(self) -> None:
-        """Gives a freed buffer memory on the current stream, contents undefined; nothing if it has some."""
+        """Gives a buffer without memory some, on the current stream, contents undefined."""
         if self.data.numel() != self.numel:
             self.data = self.data.new_empty(self.numel)
 
@@ -113,39 +109,32 @@ class FlatBuffer:
         """Drops the memory, which stays as long as somebody else refers to it."""
         self.data = self.data.new_empty(0)
 
-    @functools.cached_property
-    def bounds(self) -> tuple[int, int]:
-        """Elements [lo, hi) of the global buffer held here."""
-        return piece_bounds(self.layout, self.axes, self.placement)
-
     def rows(self, slot: int) -> RowRange:
         """Rows of parameter `slot` held here."""
         return self.layout.rows_on(slot, *self.bounds)
+
+    def span(self, slot: int) -> FlatSpan:
+        """Position in `data` of this rank's rows of parameter `slot`."""
+        rows, shape = self.rows(slot), self.layout.slots[slot].shape
+        return FlatSpan.of((rows.count, *shape[1:]) if shape else (), rows.start - self.bounds[0] if rows.count else 0)
 
     def view(self, slot: int) -> torch.Tensor:
         """This rank's rows of parameter `slot`, shape (rows, *shape[1:]); zero rows if it owns none. Shares storage."""
         return self.span(slot).view(self.data)
 
-    def span(self, slot: int) -> Span:
-        """Where `data` holds this rank's rows of parameter `slot`."""
-        rows = self.rows(slot)
-        place = self.layout.slots[slot]
-        shape = (rows.count, *place.shape[1:]) if place.shape else ()
-        return Span.of(shape, rows.start - self.bounds[0] if rows.count else 0)
-
     def part(self, placement: AxisPair) -> FlatBuffer:
-        """The piece of this buffer that `placement` leaves to this rank. Shares storage; itself if it lies so."""
+        """This rank's part of the buffer under a finer `placement`; the buffer itself if it lies so. Shares storage."""
         if placement == self.placement:
             return self
-        lo, hi = piece_bounds(self.layout, self.axes, placement)
+        lo, hi = local_bounds(self.layout, self.axes, placement)
         base = self.bounds[0]
         return FlatBuffer(self.layout, self.axes, placement, self.data[lo - base : hi - base])
 
     def gather_from(self, source: FlatBuffer, peers: PeerGather | None = None) -> None:
-        """Fills this buffer from `source`, which holds a smaller piece, perhaps of this buffer. **Collective**.
+        """All-gathers this buffer from `source`, which holds less, perhaps a part of this buffer. **Collective**.
 
         Args:
-            peers: gathers over the inner axis; it casts where `source` has another dtype. None: collectives do.
+            peers: gathers over the inner axis, casting where `source` has another dtype; None: collectives do.
         """
         held = source.data
         for stage in _stages(source.placement, self.placement):
@@ -178,12 +167,12 @@ class _Stage(NamedTuple):
     axis: int
     collective: str
     placement: AxisPair
-    """Where the buffer lies after it."""
+    """Of the buffer after it."""
 
 
 @functools.cache
 def _stages(source: AxisPair, target: AxisPair) -> tuple[_Stage, ...]:
-    """What takes a buffer from `source` to `target`."""
+    """The collectives that take a buffer from `source` to `target`."""
     stages, placement = [], source
     for axis, before, after in moves(source, target):
         placement = placement._replace(**{placement._fields[axis]: after})

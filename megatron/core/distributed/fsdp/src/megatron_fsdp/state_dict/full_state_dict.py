@@ -16,7 +16,7 @@ from megatron_fsdp.machine.collectives import Axis
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.plan.strategy import Placement
 from megatron_fsdp.runtime.schedule import Schedule
-from megatron_fsdp.state.flat_buffer import FlatBuffer, piece_bounds
+from megatron_fsdp.state.flat_buffer import FlatBuffer, local_bounds
 
 
 def full_state_dict(
@@ -108,7 +108,7 @@ def _check_names(shards: OrderedDict[str, Any], places: dict[str, Any]) -> None:
 
 def _connect(schedule: Schedule) -> None:
     """Has every axis communicate once: NCCL must not begin with a message that some ranks take no part in."""
-    axes = {id(axis.group): axis for unit in schedule.units for group in unit.groups for axis in group.facts.axes}
+    axes = {id(axis.group): axis for unit in schedule.units for group in unit.groups for axis in group.spec.axes}
     for axis in axes.values():
         collectives.all_reduce(torch.zeros(1, device=schedule.device.torch_device), axis)
 
@@ -135,7 +135,7 @@ def _rows_along(buffer: FlatBuffer, slot: int, number: int) -> list[int]:
     for rank in range(axis.size):
         axes = list(buffer.axes)
         axes[number] = dataclasses.replace(axis, rank=rank)
-        rows.append(buffer.layout.rows_on(slot, *piece_bounds(buffer.layout, tuple(axes), placement)).count)
+        rows.append(buffer.layout.rows_on(slot, *local_bounds(buffer.layout, tuple(axes), placement)).count)
     return rows
 
 
