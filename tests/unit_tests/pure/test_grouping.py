@@ -5,8 +5,7 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fsdp.plan.grouping import GroupKey, ParamSpec, padding_is_acceptable, plan_groups
-from megatron_fsdp.plan.layout import plan_layout
+from megatron_fsdp.plan.layout import GroupKey, ParamSpec, padding_is_acceptable, plan_groups, plan_layout
 
 DENSE = GroupKey(codec="plain", dtype="bf16", requires_grad=True, is_expert=False, is_replicated=False)
 KEYS = [

@@ -17,7 +17,7 @@ from megatron_fsdp.machine.collectives import GradScale
 from megatron_fsdp.machine.device import Device
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.machine.copy_engine import PeerGather
-from megatron_fsdp.plan.grouping import GroupKey, GroupPlan, ParamSpec, plan_groups
+from megatron_fsdp.plan.layout import GroupKey, GroupPlan, ParamSpec, plan_groups
 from megatron_fsdp.plan.strategy import NO_SHARD, StrategyPlan, plan_for
 from megatron_fsdp.build.find_units import UnitPlan, plan_units
 from megatron_fsdp.build.meta_init import check_resettable, materialize, materialize_buffers

@@ -42,7 +42,6 @@ RESTING: dict[str, Resting] = {
     "optim_grads_params": Resting(S, S, S),
 }
 
-_ALONE = Resting(R, R, R)
 NO_SHARD = "no_shard"
 #: Rows that the public API offers for the outer axis.
 OUTER_STRATEGIES = ("no_shard", "optim")
@@ -110,7 +109,11 @@ class StrategyPlan:
     @functools.cached_property
     def shards_anything(self) -> bool:
         """Some buffer is split over ranks."""
-        return S in (*self.weight, *self.main_grad, *self.main_weight)
+        return self.shards_along(0) or self.shards_along(1)
+
+    def shards_along(self, axis: int) -> bool:
+        """Some buffer is split over the ranks of this axis; 0 is the outer one."""
+        return S in (self.weight[axis], self.main_grad[axis], self.main_weight[axis])
 
     def without_optimizer(self) -> StrategyPlan:
         """The plan of weights that are never updated: the main weight is the weight, and nothing is gathered anew."""
@@ -136,22 +139,17 @@ def plan_for(inner: str, outer: str = NO_SHARD, *, inner_size: int = 2, outer_si
     for name, axis in ((inner, "inner"), (outer, "outer")):
         if name not in RESTING:
             raise ValueError(f"unknown {axis} sharding strategy {name!r}; expected one of {list(RESTING)}")
-    rows = (RESTING[outer], RESTING[inner])
+    pairs = {}
     for field in dataclasses.fields(Resting):
-        pair = AxisPair(*(getattr(row, field.name) for row in rows))
+        pair = AxisPair(*(getattr(RESTING[name], field.name) for name in (outer, inner)))
         if not shards_are_contiguous(pair):
             raise ValueError(
                 f"outer_dp_sharding_strategy={outer!r} shards {field.name} outside an unsharded inner axis "
                 f"(zero_dp_strategy={inner!r}); use zero_dp_strategy='optim_grads_params'."
             )
-    # Values on an axis of one rank are whole and final as they are: every transition along it is empty.
-    outer_row = RESTING[outer] if outer_size > 1 else _ALONE
-    inner_row = RESTING[inner] if inner_size > 1 else _ALONE
-    return StrategyPlan(
-        weight=AxisPair(outer_row.weight, inner_row.weight),
-        main_grad=AxisPair(outer_row.main_grad, inner_row.main_grad),
-        main_weight=AxisPair(outer_row.main_weight, inner_row.main_weight),
-    )
+        # Values on an axis of one rank are whole and final as they are: every transition along it is empty.
+        pairs[field.name] = AxisPair(pair.outer if outer_size > 1 else R, pair.inner if inner_size > 1 else R)
+    return StrategyPlan(**pairs)
 
 
 @functools.cache
