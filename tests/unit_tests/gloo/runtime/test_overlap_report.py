@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.diagnostics.overlap_report import OverlapReport, Times, folded
-from megatron_fsdp.machine.device import Device, HostMoment, PeakMemory
+from megatron_fsdp.machine.device import Device, HostTime, PeakMemory
 from megatron_fsdp.runtime.timeline import Kind, Watch
 from megatron_fsdp.state.main_grad import MainGrad
 from megatron_fsdp.state.param_group import ParamGroup
@@ -31,8 +31,8 @@ class Clock:
         cls.now_ms += ms
 
     @classmethod
-    def moment(cls, device: Device | None = None) -> HostMoment:
-        return HostMoment(cls.now_ms / 1000)
+    def moment(cls, device: Device | None = None) -> HostTime:
+        return HostTime(cls.now_ms / 1000)
 
 
 class Pause(torch.autograd.Function):
@@ -101,7 +101,7 @@ def job_report() -> tuple[list[Times], Times, str, str]:
     model = build()
     step(model)
     with (
-        mock.patch.object(Device, "record_moment", Clock.moment),
+        mock.patch.object(Device, "record_timed_event", Clock.moment),
         taking(7, ParamGroup, "unshard"),
         taking(3, MainGrad, "reduce"),
         model.overlap_report() as report,
@@ -152,7 +152,9 @@ def test_the_outer_axis_is_told_apart_on_the_real_clock(ranks4: RankPool) -> Non
 def job_moments() -> list:
     """Moments noted in steps without a report: before all, after one that raised, and after one that ended."""
     model = build()
-    with mock.patch.object(Device, "record_moment", autospec=True, side_effect=Device.record_moment) as record:
+    with mock.patch.object(
+        Device, "record_timed_event", autospec=True, side_effect=Device.record_timed_event
+    ) as record:
         step(model)
         noted = [record.call_count]
         report = model.overlap_report()
@@ -199,7 +201,7 @@ class FakeGPU(Device):
     """Streams beside each other, on the test's clock."""
 
     has_streams = True
-    record_moment = Clock.moment
+    record_timed_event = Clock.moment
 
     def peak_memory(self) -> PeakMemory:
         return PeakMemory(3 * 2**20, 5 * 2**20)

@@ -6,54 +6,27 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
-
-class Event(Protocol):
-    """A point in a stream's work."""
-
-    def record(self, stream: object | None = None) -> None: ...
-    def wait(self, stream: object | None = None) -> None: ...
-
-
-class NullEvent:
-    """The CPU's event: work is finished when its call returns. (`torch.cpu.Event` lacks `elapsed_time`.)"""
-
-    def record(self, stream: object | None = None) -> None:
-        """Does nothing."""
-
-    def wait(self, stream: object | None = None) -> None:
-        """Does nothing."""
-
-
-class Moment(Protocol):
-    """When a stream came to a point in its work."""
-
-    def ms_since(self, earlier: Moment) -> float: ...
+#: A stream's work, and a point in it. On the CPU work is finished when its call returns, so waiting does nothing.
+Stream = torch.cuda.Stream | torch.cpu.Stream
+Event = torch.Event | torch.cpu.Event
 
 
 @dataclasses.dataclass(frozen=True)
-class HostMoment:
-    """The CPU's moment: it is over when it is noted."""
+class HostTime:
+    """The CPU's event with a clock, which `torch.cpu.Event` lacks."""
 
     time_s: float
 
-    def ms_since(self, earlier: HostMoment) -> float:
-        """Milliseconds between the two."""
-        return (self.time_s - earlier.time_s) * 1000
+    def elapsed_time(self, later: HostTime) -> float:
+        """Milliseconds until `later`."""
+        return (later.time_s - self.time_s) * 1000
 
 
-@dataclasses.dataclass(frozen=True)
-class CudaMoment:
-    """An event with a clock; to be read once the device has come to it."""
-
-    event: torch.Event
-
-    def ms_since(self, earlier: CudaMoment) -> float:
-        """Milliseconds between the two."""
-        return earlier.event.elapsed_time(self.event)
+#: A point in a stream's work with a clock: `earlier.elapsed_time(later)`, once the device has come to both.
+TimedEvent = torch.Event | HostTime
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,16 +37,6 @@ class PeakMemory:
     """Held by tensors."""
     reserved: int
     """Taken from the device."""
-
-
-class NullStream:
-    """The CPU's stream: work runs where it is issued."""
-
-    def wait_stream(self, stream: object) -> None:
-        """Does nothing."""
-
-    def wait_event(self, event: object) -> None:
-        """Does nothing."""
 
 
 class Device:
@@ -95,23 +58,23 @@ class Device:
         """Work on a stream runs beside that of other streams."""
         return self.is_cuda
 
-    def new_stream(self, *, high_priority: bool = False) -> torch.cuda.Stream | NullStream:
+    def new_stream(self, *, high_priority: bool = False) -> Stream:
         """A stream beside the compute stream."""
         if not self.is_cuda:
-            return NullStream()
+            return torch.cpu.Stream()
         return torch.cuda.Stream(self.torch_device, priority=-1 if high_priority else 0)
 
-    def current_stream(self) -> torch.cuda.Stream | NullStream:
+    def current_stream(self) -> Stream:
         """The stream on which the caller's work is issued."""
-        return torch.cuda.current_stream(self.torch_device) if self.is_cuda else NullStream()
+        return torch.cuda.current_stream(self.torch_device) if self.is_cuda else torch.cpu.Stream()
 
-    def use(self, stream: object) -> contextlib.AbstractContextManager:
+    def use(self, stream: Stream) -> contextlib.AbstractContextManager:
         """Issues work, and allocates, on `stream` inside the context."""
         # The stream itself, in native code: `torch.cuda.stream()` takes 5 microseconds of Python, several times a unit.
         # It must not be entered again while it is open (torch 2.11).
         return stream if self.is_cuda else contextlib.nullcontext()
 
-    def join(self, streams: Sequence[object]) -> None:
+    def join(self, streams: Sequence[Stream]) -> None:
         """Makes the current stream and `streams` wait for each other."""
         current = self.current_stream()
         for stream in streams:
@@ -121,7 +84,7 @@ class Device:
 
     @property
     def number(self) -> int | None:
-        """What this process calls its CUDA device; None on the CPU."""
+        """This process's number of its CUDA device; None on the CPU."""
         if not self.is_cuda:
             return None
         return torch.cuda.current_device() if self.torch_device.index is None else self.torch_device.index
@@ -133,19 +96,19 @@ class Device:
     def record_event(self) -> Event:
         """An event recorded on the current stream."""
         if not self.is_cuda:
-            return NullEvent()
+            return torch.cpu.Event()
         # Not `torch.cuda.Event`, whose Python looks for the current stream first: this is native code throughout.
         event = torch.Event(self.torch_device)
         event.record()
         return event
 
-    def record_moment(self) -> Moment:
-        """The moment when the current stream comes here."""
+    def record_timed_event(self) -> TimedEvent:
+        """An event with a clock, recorded on the current stream."""
         if not self.is_cuda:
-            return HostMoment(time.perf_counter())
+            return HostTime(time.perf_counter())
         event = torch.Event(self.torch_device, enable_timing=True)
         event.record()
-        return CudaMoment(event)
+        return event
 
     def synchronize(self) -> None:
         """Makes the host wait for all that was issued."""
@@ -153,15 +116,11 @@ class Device:
             torch.cuda.synchronize(self.torch_device)
 
     def peak_memory(self) -> PeakMemory | None:
-        """What the caching allocator says; None on the CPU, which has none."""
+        """Peaks of the caching allocator; None on the CPU, which has none."""
         if not self.is_cuda:
             return None
         allocated = torch.cuda.max_memory_allocated(self.torch_device)
         return PeakMemory(allocated, torch.cuda.max_memory_reserved(self.torch_device))
-
-    def range(self, name: str) -> contextlib.AbstractContextManager:
-        """A named range for profilers."""
-        return torch.cuda.nvtx.range(name) if self.is_cuda else contextlib.nullcontext()
 
     def free_nbytes(self) -> int:
         """Memory that this process can still take; what torch has cached counts only above its highest use so far."""

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
-from megatron_fsdp.machine.device import Device, Moment
+from megatron_fsdp.machine.device import Device, TimedEvent
 from megatron_fsdp.runtime.unit import Unit
 
 
@@ -53,9 +53,9 @@ class Watch:
         self.is_on = False
         self._units: list[Unit] = []
         """The units that compute, each inside the one before it."""
-        self._lane: list[tuple[Unit | None, Kind, Moment]] = []
+        self._lane: list[tuple[Unit | None, Kind, TimedEvent]] = []
         """What the compute stream does from each moment on."""
-        self._beside: list[tuple[Unit, Kind, Moment, Moment]] = []
+        self._beside: list[tuple[Unit, Kind, TimedEvent, TimedEvent]] = []
 
     def start(self) -> None:
         """Notes moments from now on."""
@@ -69,9 +69,9 @@ class Watch:
         self._device.synchronize()
         busy, exposed = collections.defaultdict(float), collections.defaultdict(float)
         for unit, kind, start, end in self._beside:
-            busy[unit, kind] += end.ms_since(start)
+            busy[unit, kind] += start.elapsed_time(end)
         for (unit, kind, start), (_, _, end) in itertools.pairwise(self._lane):
-            time_ms = end.ms_since(start)
+            time_ms = start.elapsed_time(end)
             if kind is not Kind.COMPUTE:
                 exposed[unit, kind] += time_ms
             if kind is Kind.COMPUTE or not self._device.has_streams:
@@ -126,9 +126,9 @@ class Watch:
             with self._wait(kind, unit):
                 yield
             return
-        start = self._device.record_moment()
+        start = self._device.record_timed_event()
         yield
-        self._beside.append((unit, kind, start, self._device.record_moment()))
+        self._beside.append((unit, kind, start, self._device.record_timed_event()))
 
     @contextlib.contextmanager
     def _wait(self, kind: Kind, unit: Unit | None) -> Iterator[None]:
@@ -138,4 +138,4 @@ class Watch:
         self._turn_to(unit_before, kind_before)
 
     def _turn_to(self, unit: Unit | None, kind: Kind = Kind.COMPUTE) -> None:
-        self._lane.append((unit, kind, self._device.record_moment()))
+        self._lane.append((unit, kind, self._device.record_timed_event()))
