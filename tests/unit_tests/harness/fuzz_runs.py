@@ -45,15 +45,15 @@ def run_program(program: Program) -> list[RankStep]:
 def _patched(plan: Plan) -> Iterator[None]:
     """Thresholds that small models would never reach, and other values on every rank but the first."""
     from megatron_fsdp.build import find_units
-    from megatron_fsdp.plan import grouping
+    from megatron_fsdp.plan import layout
 
-    before = find_units.LARGE_LEFTOVER_NUMEL, grouping.PADDING_SLACK
-    find_units.LARGE_LEFTOVER_NUMEL, grouping.PADDING_SLACK = plan.leftover, plan.slack
+    before = find_units.LARGE_LEFTOVER_NUMEL, layout.PADDING_SLACK
+    find_units.LARGE_LEFTOVER_NUMEL, layout.PADDING_SLACK = plan.leftover, plan.slack
     fuzz_models.perturb(0.125 * dist.get_rank())
     try:
         yield
     finally:
-        find_units.LARGE_LEFTOVER_NUMEL, grouping.PADDING_SLACK = before
+        find_units.LARGE_LEFTOVER_NUMEL, layout.PADDING_SLACK = before
         fuzz_models.perturb(0.0)
 
 
