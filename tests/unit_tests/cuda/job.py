@@ -24,9 +24,10 @@ from megatron_fsdp import (
     fully_shard_optimizer,
 )
 from megatron_fsdp.build.copy_engine_setup import offered_nbytes
-from megatron_fsdp.machine.allocator import PoisonPool, ResizePool
+from megatron_fsdp.machine.allocator import StoragePool
 from megatron_fsdp.runtime import linear_grads
 from megatron_fsdp.state import main_grad
+from tests.unit_tests.harness.poison_pool import PoisonPool
 
 VOCAB, WIDTH = 1300, 257
 
@@ -51,7 +52,7 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 def parity(strategy: int, poisoned: bool, with_units: bool) -> float:
     """The largest relative error of a gradient over 3 steps of 2 micro-batches, against the whole batch on one GPU."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    MegatronFSDP.pool_class = PoisonPool if poisoned else ResizePool
+    MegatronFSDP.pool_class = PoisonPool if poisoned else StoragePool
     torch.manual_seed(0)
     reference = model().cuda()
     torch.manual_seed(rank)  # ranks must agree on the first one's values

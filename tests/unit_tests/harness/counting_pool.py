@@ -5,10 +5,10 @@ import weakref
 from collections.abc import Iterator
 from unittest import mock
 
-from megatron_fsdp.machine.allocator import ResizePool
+from megatron_fsdp.machine.allocator import StoragePool
 
 
-class CountingPool(ResizePool):
+class CountingPool(StoragePool):
     """Counts what is alive: gathered units by name, and communication buffers."""
 
     latest: "CountingPool"

@@ -215,22 +215,22 @@ def _plain(value: Any) -> list[torch.Tensor]:
 @contextlib.contextmanager
 def races_watched() -> Iterator[Races]:
     """Models built inside run on fake streams, with everything they do watched."""
-    from megatron_fsdp.machine.allocator import ResizePool
+    from megatron_fsdp.machine.allocator import StoragePool
     from megatron_fsdp.machine.device import Device
 
     races = Races()
-    reserve, acquire, release = ResizePool.reserve, ResizePool.acquire, ResizePool.release
+    reserve, acquire, release = StoragePool.reserve, StoragePool.acquire, StoragePool.release
 
-    def watched_reserve(pool: ResizePool, *args: Any) -> torch.Tensor:
+    def watched_reserve(pool: StoragePool, *args: Any) -> torch.Tensor:
         with races.unwatched():  # what it allocates is gone again before anything uses it
             return reserve(pool, *args)
 
-    def watched_acquire(pool: ResizePool, tensor: torch.Tensor, *args: Any) -> None:
+    def watched_acquire(pool: StoragePool, tensor: torch.Tensor, *args: Any) -> None:
         acquire(pool, tensor, *args)
         if tensor.untyped_storage().nbytes():
             races.allocate(tensor.data_ptr(), tensor.untyped_storage().nbytes()).label = "gathered weights"
 
-    def watched_release(pool: ResizePool, tensor: torch.Tensor) -> None:
+    def watched_release(pool: StoragePool, tensor: torch.Tensor) -> None:
         races.free(tensor.data_ptr())
         release(pool, tensor)
 
@@ -240,9 +240,9 @@ def races_watched() -> Iterator[Races]:
             (Device, "current_stream", lambda device: races.current),
             (Device, "use", lambda device, stream: races.use(stream)),
             (Device, "record_event", lambda device: FakeEvent(races)),
-            (ResizePool, "reserve", watched_reserve),
-            (ResizePool, "acquire", watched_acquire),
-            (ResizePool, "release", watched_release),
+            (StoragePool, "reserve", watched_reserve),
+            (StoragePool, "acquire", watched_acquire),
+            (StoragePool, "release", watched_release),
         ):
             stack.enter_context(mock.patch.object(target, name, replacement))
         stack.enter_context(races)

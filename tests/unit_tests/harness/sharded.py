@@ -88,7 +88,7 @@ def _device_type() -> str:
 def poisoned_storage(is_on: bool = True) -> Iterator[None]:
     """Models built inside read NaN wherever they read what they should not."""
     from megatron_fsdp import MegatronFSDP
-    from megatron_fsdp.machine.allocator import PoisonPool
+    from tests.unit_tests.harness.poison_pool import PoisonPool
 
     before = MegatronFSDP.pool_class
     MegatronFSDP.pool_class = PoisonPool if is_on else before
@@ -224,7 +224,7 @@ def assert_resting(model: Any, lenders: Sequence[Any] = ()) -> None:
 
 def is_poisoned(model: Any) -> bool:
     """Storage is poisoned, not freed."""
-    from megatron_fsdp.machine.allocator import PoisonPool
+    from tests.unit_tests.harness.poison_pool import PoisonPool
 
     pool = model.param_and_grad_buffer.parameter_groups[0]._pool
     return isinstance(getattr(pool, "base", pool), PoisonPool)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.machine.allocator import PoisonPool, ResizePool
+from megatron_fsdp.machine.allocator import StoragePool
 from megatron_fsdp.machine.collectives import Axis, GradScale
 from megatron_fsdp.plan.layout import plan_layout
 from megatron_fsdp.plan.strategy import REPLICATED, RESTING, plan_for
@@ -17,6 +17,7 @@ from megatron_fsdp.state.main_grad import GradState
 from megatron_fsdp.state.param_group import ParamGroup
 from tests.unit_tests.gloo.build.test_flat_buffer import axes
 from tests.unit_tests.harness.communication import collectives_heard, no_collectives
+from tests.unit_tests.harness.poison_pool import PoisonPool
 
 SHAPES = [(5, 4), (3,), (1, 6)]
 PLANS = [(inner, "no_shard") for inner in RESTING]
@@ -133,7 +134,7 @@ def test_dtypes_meet_where_they_should(ranks2, inner, outer):
 
 
 def what_is_shared(inner, dtypes):
-    group = make_group(inner, "no_shard", dtypes, pool=ResizePool())
+    group = make_group(inner, "no_shard", dtypes, pool=StoragePool())
     main, weight = group.main_weight_buffer, group.model_weight_buffer
     shares = main.data.untyped_storage().data_ptr() == weight.data.untyped_storage().data_ptr()
     return shares, group.persistent_nbytes + group.grad_nbytes, group.gathered_nbytes, group.layout.size
@@ -155,7 +156,7 @@ def test_equal_dtypes_share_one_storage_and_bytes_are_counted_once(ranks2, inner
 
 def watch_transitions(inner):
     """Which transitions communicate, and what storage is left between them."""
-    group = make_group(inner, "no_shard", pool=ResizePool())
+    group = make_group(inner, "no_shard", pool=StoragePool())
     with no_collectives():
         group.install()
         group.reshard()

@@ -1,4 +1,4 @@
-"""Communication buffers that units share: the same training, in no more memory than the slots have."""
+"""Communication buffers that units share: the same training, in no more memory than the double buffers have."""
 
 import collections
 import contextlib
@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import DistributedDataParallelConfig, FSDPDistributedIndex, MegatronFSDP, fully_shard_optimizer
-from megatron_fsdp.machine.allocator import PoisonPool, SlotPool
-from megatron_fsdp.machine.user_buffers import OrdinaryMemory
-from megatron_fsdp.plan.double_buffer import PoolSlot
+from megatron_fsdp.machine.allocator import DoubleBufferPool
+from megatron_fsdp.machine.user_buffers import Memory
+from megatron_fsdp.plan.double_buffer import PersistentBuffer
 from tests.unit_tests.gloo.runtime.test_prefetch import SixBlocks
 from tests.unit_tests.harness.counting_pool import CountingPool, counted_pool
 from tests.unit_tests.harness.parity import TASKS, Case, check, compare
+from tests.unit_tests.harness.poison_pool import PoisonPool
 from tests.unit_tests.harness.rank_pool import RankPool
 from tests.unit_tests.harness.sharded import Sharding, build_sharded, flat_mesh, train_step
 
@@ -54,25 +55,25 @@ def test_units_that_share_buffers_train_like_one_process(ranks2: RankPool) -> No
 
 
 class MappedPool(PoisonPool):
-    """Storages of one slot are different objects and the same memory, poisoned whenever it changes hands."""
+    """Storages of one buffer are different objects and the same memory, poisoned whenever it changes hands."""
 
-    slots: dict[str, PoolSlot] = {}
+    buffers: dict[str, PersistentBuffer] = {}
     folder: Path
 
     def reserve(self, key: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if key not in self.slots:
+        if key not in self.buffers:
             return super().reserve(key, numel, dtype, device)
-        slot = self.slots[key]
-        path = self.folder / f"{dist.get_rank()} {slot.name}".replace(":", "")
-        storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=slot.nbytes)
+        buffer = self.buffers[key]
+        path = self.folder / f"{dist.get_rank()} {buffer.name}".replace(":", "")
+        storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=buffer.nbytes)
         return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))
 
 
 @contextlib.contextmanager
-def mapped(slots: dict[str, PoolSlot], folder: str) -> Iterator[None]:
+def mapped(buffers: dict[str, PersistentBuffer], folder: str) -> Iterator[None]:
     with (
         mock.patch.object(MegatronFSDP, "pool_class", MappedPool),
-        mock.patch.object(MappedPool, "slots", slots),
+        mock.patch.object(MappedPool, "buffers", buffers),
         mock.patch.object(MappedPool, "folder", Path(folder), create=True),
     ):
         yield
@@ -82,20 +83,20 @@ def job_mapped(one: Case, folder: str, is_careful: bool = True) -> tuple[list, i
     """A training run in shared memory, units that share it, and storages that found theirs taken."""
     build = TASKS[one.task].build
     with mapped({}, folder):
-        slots = pool_of(build_sharded(build, one.recipe, one.sharding)[0]).slots
-    with mapped(slots, folder):
+        buffers = pool_of(build_sharded(build, one.recipe, one.sharding)[0]).buffers
+    with mapped(buffers, folder):
         model, optimizer = build_sharded(build, one.recipe, one.sharding)
     with contextlib.ExitStack() as stack:
         if not is_careful:
-            stack.enter_context(mock.patch.object(SlotPool, "_is_free", lambda *_: True))
+            stack.enter_context(mock.patch.object(DoubleBufferPool, "_is_free", lambda *_: True))
         steps = [train_step(model, optimizer, one.recipe, batch) for batch in one.batches(dist.get_world_size())]
-    assert pool_of(model).slots == slots
-    return steps, sum(slot.name.startswith("weights") for slot in slots.values()), pool_of(model).overflows
+    assert pool_of(model).buffers == buffers
+    return steps, sum(buffer.name.startswith("weights") for buffer in buffers.values()), pool_of(model).overflows
 
 
-def pool_of(model: Any) -> SlotPool:
+def pool_of(model: Any) -> DoubleBufferPool:
     pool = model.param_and_grad_buffer.parameter_groups[0]._pool
-    assert isinstance(pool, SlotPool)
+    assert isinstance(pool, DoubleBufferPool)
     return pool
 
 
@@ -110,17 +111,17 @@ def test_autograd_reads_the_right_weights_in_shared_memory(
     assert any(tmp_path.iterdir())
 
 
-def test_a_slot_that_is_lent_twice_is_seen_in_shared_memory(ranks2: RankPool, tmp_path: Path) -> None:
+def test_a_buffer_with_two_occupants_is_seen_in_shared_memory(ranks2: RankPool, tmp_path: Path) -> None:
     one = case("whole_non_reentrant", ALIKE, is_poisoned=False)
     runs = ranks2.run(job_mapped, one, str(tmp_path), False)
     with pytest.raises(AssertionError, match="whole_non_reentrant"):
         compare(one, [steps for steps, _, _ in runs])
 
 
-# ---- who has which slot ----
+# ---- which storage is in which buffer ----
 
 
-class WatchedMemory(OrdinaryMemory):
+class WatchedMemory(Memory):
     """Notes the regions that allocations are made in."""
 
     def __init__(self) -> None:
@@ -149,7 +150,7 @@ def job_watched(
     handler.emit = lambda record: warnings.append(record.getMessage())
     logging.getLogger("megatron_fsdp").addHandler(handler)
     try:
-        with mock.patch("megatron_fsdp.runtime.storage.memory_for", lambda *_: memory):
+        with mock.patch("megatron_fsdp.build.storage.memory_for", lambda *_: memory):
             model, optimizer = build_sharded(TASKS[task].build, one.recipe, one.sharding)
         memory.entered.clear()
         for batch in one.batches(dist.get_world_size())[:steps]:
@@ -186,7 +187,7 @@ def job_capped() -> tuple[int, int, int]:
     return counts.most_gathered, counts.most_scratches, pool_of(model).overflows
 
 
-def test_no_more_is_gathered_ahead_than_there_are_slots(ranks2: RankPool) -> None:
+def test_no_more_is_gathered_ahead_than_there_are_buffers(ranks2: RankPool) -> None:
     assert ranks2.run(job_capped) == [(2, 2, 0)] * 2
 
 
@@ -220,7 +221,7 @@ def job_crossed() -> tuple[list[int], list[float]]:
     return overflows, losses
 
 
-def test_slots_follow_the_order_in_which_units_run(ranks2: RankPool) -> None:
+def test_buffers_follow_the_order_in_which_units_run(ranks2: RankPool) -> None:
     for overflows, losses in ranks2.run(job_crossed):
         assert overflows == [0, 0, 0]
         assert losses[2] < losses[1] < losses[0]
@@ -232,7 +233,7 @@ def test_units_that_are_recomputed_together_get_memory_elsewhere_and_say_so(rank
     assert len(warnings) == 1 and "finds its communication buffer taken by blocks." in warnings[0]
 
 
-def test_slots_that_nothing_needs_are_told(ranks2: RankPool) -> None:
+def test_buffers_that_nothing_needs_are_told(ranks2: RankPool) -> None:
     first, second = (warnings for *_, warnings in ranks2.run(job_watched, "integers", ALIKE, 1))
     assert len(first) == 1 and first[0].startswith("double buffers have no effect") and second == []
 

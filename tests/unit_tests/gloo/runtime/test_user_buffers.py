@@ -66,7 +66,6 @@ REGISTRATIONS = [
     ((2, 27, 5), True, None, 6),
     ((2, 26, 2), True, None, 0),
     ((2, 28, 0), False, None, 0),
-    ((2, 28, 0), True, TypeError("unexpected keyword 'symm'"), 0),
     ((2, 28, 0), True, dist.DistBackendError("no windows here"), 0),
 ]
 
@@ -82,7 +81,7 @@ def test_every_region_is_registered_with_every_communicator(
 
 def test_regions_without_registration_are_torchs_own() -> None:
     with nccl((2, 27)) as backends:
-        memory = RegionMemory(torch.device("cpu"))
+        memory = RegionMemory()
         with memory.region("one"), memory.lasting("large", 2**30):
             pass
         memory.register()

@@ -25,7 +25,7 @@ from megatron_fsdp.diagnostics.step_guard import StepGuard
 from megatron_fsdp.diagnostics.summary import build_summary
 from megatron_fsdp.dtensor.shard_spec import make_sharded_param, tensor_parallel_group
 from megatron_fsdp.dtensor.tensor_parallel_checks import check_replicas, check_tensor_parallel
-from megatron_fsdp.machine.allocator import ResizePool, StoragePool
+from megatron_fsdp.machine.allocator import StoragePool
 from megatron_fsdp.machine.device import Device
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.machine.torch_compat import uncompiled
@@ -34,7 +34,7 @@ from megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_fsdp.plan.strategy import Placement
 from megatron_fsdp.runtime.preconditions import check_idle, check_not_taken, showing_sharded
 from megatron_fsdp.runtime.schedule import Schedule
-from megatron_fsdp.runtime.storage import make_pool, prepare
+from megatron_fsdp.build.storage import make_pool, prepare
 from megatron_fsdp.state_dict.full_params import full_params
 from megatron_fsdp.state_dict.full_state_dict import check_is_whole, full_state_dict, whole_shards
 from megatron_fsdp.state_dict.hooks import names_inner_module
@@ -77,7 +77,7 @@ class MegatronFSDP(nn.Module):
     """
 
     #: Where temporary storage comes from; tests replace it.
-    pool_class: type[StoragePool] = ResizePool
+    pool_class: type[StoragePool] = StoragePool
 
     def __init__(
         self,

@@ -8,11 +8,11 @@ import torch
 
 from megatron_fsdp.build.copy_engine_setup import offered_nbytes
 from megatron_fsdp.config import EngineConfig
-from megatron_fsdp.machine.allocator import SlotPool, StoragePool
-from megatron_fsdp.plan.double_buffer import PoolSlot
+from megatron_fsdp.machine.allocator import DoubleBufferPool, StoragePool
+from megatron_fsdp.plan.double_buffer import PersistentBuffer
 from megatron_fsdp.plan.strategy import NO_SHARD
 from megatron_fsdp.runtime.schedule import Schedule
-from megatron_fsdp.runtime.storage import storage_needs
+from megatron_fsdp.build.storage import storage_needs
 from megatron_fsdp.runtime.unit import Unit
 from megatron_fsdp.state.param_group import ParamGroup
 
@@ -63,17 +63,17 @@ def _resident(schedule: Schedule, config: EngineConfig) -> str:
 
 def _slots(schedule: Schedule, pool: StoragePool) -> str:
     """What slots there are, if any were asked for."""
-    if not isinstance(pool, SlotPool):
+    if not isinstance(pool, DoubleBufferPool):
         return ""
-    shared = {slot for slot in pool.slots.values() if slot.is_shared}
-    own = set(pool.slots.values()) - shared
+    shared = {buffer for buffer in pool.buffers.values() if buffer.is_shared}
+    own = set(pool.buffers.values()) - shared
     needs = [need for unit in schedule.units for need in storage_needs(unit)]
-    lent = [key for key, _ in needs if key in pool.slots and pool.slots[key].is_shared]
-    loose = sum(nbytes for key, nbytes in needs if key not in pool.slots)
+    alternating = [key for key, _ in needs if pool.buffers.get(key) in shared]
+    loose = sum(nbytes for key, nbytes in needs if key not in pool.buffers)
     return (
-        f" Of {len(needs)} communication buffers {len(lent)} take turns in {len(shared)} slots of {_mib(shared)} MiB "
+        f" Of {len(needs)} communication buffers {len(alternating)} take turns in {len(shared)} slots of {_mib(shared)} MiB "
         f"together, {len(own)} keep {_mib(own)} MiB of their own, the others, {loose / _MIB:.1f} MiB, come and go"
-        f"{'; registered with NCCL' if pool.is_registered else ''}."
+        f"{'; registered with NCCL' if pool.memory.is_registered else ''}."
     )
 
 
@@ -88,8 +88,8 @@ def _offered(groups: list[ParamGroup]) -> str:
     )
 
 
-def _mib(slots: Iterable[PoolSlot]) -> str:
-    return f"{sum(slot.nbytes for slot in slots) / _MIB:.1f}"
+def _mib(buffers: Iterable[PersistentBuffer]) -> str:
+    return f"{sum(buffer.nbytes for buffer in buffers) / _MIB:.1f}"
 
 
 def _ahead_nbytes(config: EngineConfig, groups: list[ParamGroup], gathered: list[int]) -> int:

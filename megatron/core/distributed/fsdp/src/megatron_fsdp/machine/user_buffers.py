@@ -6,12 +6,12 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.machine.torch_compat import nccl_backend, register_mem_pool
+from megatron_fsdp.config import BufferPolicy
+from megatron_fsdp.machine.torch_compat import nccl_backend
 
 logger = logging.getLogger(__name__)
 
@@ -21,43 +21,33 @@ _LEAST_LASTING_NBYTES = 10 * 2**20
 _FIRST_WITH_WINDOWS = (2, 27)
 
 
-class Memory(Protocol):
-    """Where allocations are made."""
+class Memory:
+    """torch's allocator as it is; all there is on the CPU."""
+
+    is_registered = False
+    """`register` has been called."""
 
     def region(self, name: str) -> AbstractContextManager:
         """Inside, this thread allocates from the region `name`, and what is freed in it stays in it."""
+        return contextlib.nullcontext()
 
     def lasting(self, name: str, nbytes: int) -> AbstractContextManager:
         """Inside, this thread allocates a buffer of `nbytes` that lasts as long as the model."""
+        return contextlib.nullcontext()
 
     def register(self) -> None:
         """Makes what has been allocated known to the communicators. **Collective**, and only once."""
+        self.is_registered = True
 
 
-class OrdinaryMemory:
-    """torch's allocator as it is; all there is on the CPU."""
-
-    def region(self, name: str) -> AbstractContextManager:
-        """No region."""
-        return contextlib.nullcontext()
-
-    def lasting(self, name: str, nbytes: int) -> AbstractContextManager:
-        """Nothing special."""
-        return contextlib.nullcontext()
-
-    def register(self) -> None:
-        """Nothing to be known."""
-
-
-class RegionMemory(OrdinaryMemory):
+class RegionMemory(Memory):
     """Memory of the current CUDA device in regions, each a pool of its own in torch's caching allocator.
 
     A region that is always asked for the same size on one stream has one block, which is never split, never given to
     anybody else and not returned to the device by `empty_cache()`.
     """
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self) -> None:
         self._pools: dict[str, torch.cuda.MemPool] = {}
 
     def region(self, name: str) -> AbstractContextManager:
@@ -78,8 +68,9 @@ class UserBuffers(RegionMemory):
     """
 
     def __init__(self, device: torch.device, groups: Sequence[dist.ProcessGroup], *, symmetric: bool):
-        super().__init__(device)
-        self._groups = list(groups)
+        super().__init__()
+        self._device = device
+        self._groups = groups
         self._symmetric = symmetric
         self.registrations = 0
         """Regions times communicators that have been registered."""
@@ -98,17 +89,18 @@ class UserBuffers(RegionMemory):
 
         What these regions take from the device later, say for another stream, torch registers as it is allocated.
         """
+        super().register()
         as_windows = self._symmetric and torch.cuda.nccl.version() >= _FIRST_WITH_WINDOWS
         for group in self._groups:
             # A communicator is made by its first collective, and can be registered with only then.
             dist.all_reduce(torch.zeros(1, device=self._device), group=group)
         torch.cuda.synchronize(self._device)
-        self.registrations = self.windows = 0
-        for group in self._groups:
-            backend = nccl_backend(group, self._device)
-            for pool in self._pools.values():
-                self.windows += register_mem_pool(backend, pool, as_window=as_windows)
-                self.registrations += 1
+        windows = [
+            _register(nccl_backend(group, self._device), pool, as_window=as_windows)
+            for group in self._groups
+            for pool in self._pools.values()
+        ]
+        self.registrations, self.windows = len(windows), sum(windows)
         if dist.get_rank() == 0:
             logger.info(
                 "registered %d communication buffers with %d communicators of NCCL %s, %d of %d as symmetric windows",
@@ -118,3 +110,22 @@ class UserBuffers(RegionMemory):
                 self.windows,
                 self.registrations,
             )
+
+
+def _register(backend: dist.Backend, pool: torch.cuda.MemPool, *, as_window: bool) -> bool:
+    """Registers a pool's segments, those to come too. **Collective** if `as_window`. True if they became windows."""
+    try:
+        backend.register_mem_pool(pool, symm=as_window)
+    except dist.DistBackendError:
+        if not as_window:
+            raise
+        backend.register_mem_pool(pool)  # only local registration is known here, and then on every rank
+        return False
+    return as_window
+
+
+def memory_for(policy: BufferPolicy, groups: Sequence[dist.ProcessGroup], device: torch.device) -> Memory:
+    """Memory for persistent buffers on `device`, to be registered with the communicators of `groups` or not at all."""
+    if policy.is_registered and groups:
+        return UserBuffers(device, groups, symmetric=policy.is_symmetric)
+    return RegionMemory() if device.type == "cuda" else Memory()

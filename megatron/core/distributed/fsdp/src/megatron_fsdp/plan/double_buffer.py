@@ -1,74 +1,48 @@
-"""Assignment of storages to memory: two slots for units that fit them, a place of their own for others."""
+"""Assignment of storages to double buffers: neighbouring units alternate between two."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
-#: A unit computes while its neighbour is gathered, or reduces while its neighbour computes.
-SLOTS = 2
+#: Buffers of a kind: a unit computes while its neighbour is gathered, or reduces while its neighbour computes.
+BUFFERS = 2
+
+#: (key, bytes) of the storages that one unit needs at the same time.
+Needs = tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class PoolSlot:
-    """A piece of memory of fixed size that is lent to one storage at a time."""
+class PersistentBuffer:
+    """Memory of fixed size that one storage uses at a time."""
 
     name: str
     nbytes: int
     is_shared: bool = True
-    """Several storages take turns in it."""
+    """Several storages alternate in it."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Footprint:
-    """The storages that one unit needs at the same time."""
-
-    needs: tuple[tuple[str, int], ...]
-    """(key, bytes) of each."""
-    takes_turns: bool = True
-    """The unit is done before the next but one begins; False for a unit inside of which others run."""
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Bytes of each storage, falling."""
-        return tuple(nbytes for _, nbytes in self.by_size)
-
-    @property
-    def by_size(self) -> list[tuple[str, int]]:
-        """What it needs, largest first."""
-        return sorted(self.needs, key=lambda need: -need[1])
-
-
-def assign_slots(
-    kind: str, footprints: Sequence[Footprint], *, only_alike: bool, keeps_misfits: bool
-) -> dict[str, PoolSlot]:
-    """Slots by key; what is not in it has none. A function of the units alone, so that all ranks come to the same.
+def assign_buffers(kind: str, needs: Sequence[Needs], *, only_alike: bool) -> dict[str, PersistentBuffer]:
+    """Double buffers by key; a key that is missing has none. All ranks get the same, a function of the units alone.
 
     Args:
-        kind: begins the slots' names.
-        footprints: of the units, in the order in which they run.
-        only_alike: the units of the most frequent footprint share slots; False: all do, in slots as large as the
-            largest needs them.
-        keeps_misfits: what does not fit has a slot of its own.
+        kind: begins the buffers' names.
+        needs: of the units that may alternate, in the order in which they run.
+        only_alike: the units of the most frequent sizes share buffers; False: all units do, in buffers as large as
+            the largest unit needs.
     """
-    fitting = [footprint for footprint in footprints if footprint.takes_turns and footprint.needs]
+    units = [sorted(each, key=lambda need: -need[1]) for each in needs if each]
+    sizes = [tuple(nbytes for _, nbytes in unit) for unit in units]
     if only_alike:
-        count = collections.Counter(footprint.sizes for footprint in fitting)
-        chosen = max(count, key=lambda sizes: (count[sizes], sum(sizes), sizes), default=())
-        fitting = [footprint for footprint in fitting if footprint.sizes == chosen]
-    most: collections.defaultdict[int, int] = collections.defaultdict(int)
-    for footprint in fitting:
-        for place, nbytes in enumerate(footprint.sizes):
-            most[place] = max(most[place], nbytes)
-    slots = {
-        key: PoolSlot(f"{kind} {number % SLOTS}.{place}", most[place])
-        for number, footprint in enumerate(fitting)
-        for place, (key, _) in enumerate(footprint.by_size)
+        count = collections.Counter(sizes)
+        chosen = max(count, key=lambda size: (count[size], sum(size), size), default=())
+        units = [unit for unit, size in zip(units, sizes, strict=True) if size == chosen]
+        sizes = [chosen]
+    largest = [max(column) for column in itertools.zip_longest(*sizes, fillvalue=0)]
+    return {
+        key: PersistentBuffer(f"{kind} {number % BUFFERS}.{place}", largest[place])
+        for number, unit in enumerate(units)
+        for place, (key, _) in enumerate(unit)
     }
-    if keeps_misfits:
-        needs = [need for footprint in footprints for need in footprint.needs]
-        slots.update(
-            (key, PoolSlot(f"own {key}", nbytes, is_shared=False)) for key, nbytes in needs if key not in slots
-        )
-    return slots

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.plan import program as plan
-from megatron_fsdp.plan.double_buffer import SLOTS
+from megatron_fsdp.plan.double_buffer import BUFFERS
 from megatron_fsdp.plan.program import AT, DRAIN, ENTER, GATHER, REDUCE, Program, Token, Trace
 from megatron_fsdp.runtime.consensus import Consensus
 from megatron_fsdp.runtime.unit import Unit, contains
@@ -123,7 +123,7 @@ class Programs:
         self._bind = bind
         has_slots = config.buffers.has_slots
         depth, numel = (config.prefetch_depth, config.prefetch_numel) if config.overlap_param_gather else (0, None)
-        self._ahead = plan.Ahead(depth, numel, SLOTS - 1 if has_slots else None)
+        self._ahead = plan.Ahead(depth, numel, BUFFERS - 1 if has_slots else None)
         self.in_flight = plan.InFlight(config.reductions_in_flight, config.reduction_numel, has_slots)
         """How many reductions may be on their way."""
         self._recorded: dict[Key, Program] = {}
