@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megatron_fsdp.dtensor.uneven_gather import any_rank
+from megatron_fsdp.dtensor.uneven_gather import largest_on
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.runtime.unit import ManagedParam
 from megatron_fsdp.state.param_tags import is_expert_param
@@ -104,7 +104,7 @@ def check_replicas(params: Mapping[str, nn.Parameter]) -> None:
         if spec.cut_over_tp.size > 1 and not spec.cut_over_tp.is_cut:
             by_mesh.setdefault(spec.mesh, {})[name] = _differs(param.to_local(), spec.cut_over_tp.group)
     for mesh, differs in by_mesh.items():
-        found = any_rank(mesh, range(mesh.ndim), [int(wrong) for wrong in differs.values()])
+        found = largest_on(mesh, [int(wrong) for wrong in differs.values()])
         wrong = [name for name, is_wrong in zip(differs, found, strict=True) if is_wrong]
         if wrong:
             raise ValueError(

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.dtensor.chunk_metadata import Cut, cuts_of, cutting_axes
+from megatron_fsdp.machine.collectives import largest
 from megatron_fsdp.machine.torch_compat import all_gather_single, local_tensor
 
 
@@ -38,7 +39,7 @@ def compute_chunks(dtensors: Sequence[DTensor], names: Sequence[str]) -> list[Ch
                     offsets[index][cut.dim] = start
                     if total != dtensors[index].shape[cut.dim] and not _is_fake(mesh):
                         wrong.append(index)
-        if any_rank(mesh, range(mesh.ndim), [len(wrong)])[0]:
+        if largest_on(mesh, [len(wrong)])[0]:
             shapes = {names[i]: (tuple(dtensors[i].shape), tuple(local_tensor(dtensors[i]).shape)) for i in wrong[:5]}
             raise ValueError(
                 f"The local shapes do not add up to the global ones; (global, this rank's) shapes: {shapes}. "
@@ -58,9 +59,7 @@ def _check_agreement(mesh: DeviceMesh, dtensors: list[DTensor], names: list[str]
         has_wrong_shape |= any(mine != whole for dim, (mine, whole) in pairs if dim not in cut_dims)
     digest = int.from_bytes(described.digest()[:7], "big")
     count = len(dtensors)
-    most, fewest, high, low, is_wrong = any_rank(
-        mesh, range(mesh.ndim), [count, -count, digest, -digest, int(has_wrong_shape)]
-    )
+    most, fewest, high, low, is_wrong = largest_on(mesh, [count, -count, digest, -digest, int(has_wrong_shape)])
     if most != -fewest or high != -low:
         raise ValueError(
             f"Ranks of one mesh {mesh} hold different DTensors (from {-fewest} to {most} of them; names, global shapes "
@@ -98,13 +97,10 @@ def gather_over_axes(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]
     return stacked
 
 
-def any_rank(mesh: DeviceMesh, axes: Sequence[int], values: list[int]) -> list[int]:
-    """Elementwise maximum of integers over the mesh's axes. **Collective** on each axis longer than 1."""
-    greatest = torch.tensor(values, dtype=torch.int64, device=mesh.device_type)
-    for axis in axes:
-        if mesh.size(axis) > 1:
-            dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    return greatest.tolist()
+def largest_on(mesh: DeviceMesh, values: Sequence[int]) -> list[int]:
+    """The largest of each of the integers over all ranks of the mesh. **Collective** on each axis longer than 1."""
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    return largest(values, groups, mesh.device_type)
 
 
 def check_cover(dtensor: DTensor, chunk: ChunkStorageMetadata, error: type[Exception]) -> None:

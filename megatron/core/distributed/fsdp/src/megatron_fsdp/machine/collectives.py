@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -86,6 +87,14 @@ def all_reduce(full: torch.Tensor, axis: Axis, scale: GradScale = NO_SCALE) -> N
     op = _prepare(full, axis, scale)
     if axis.size > 1:
         dist.all_reduce(full, op=op, group=axis.group)
+
+
+def largest(numbers: Sequence[int], groups: Iterable[dist.ProcessGroup], device: torch.device | str) -> list[int]:
+    """The largest of each of the integers over all ranks of these groups. **Collective** over each group in turn."""
+    most = torch.tensor(numbers, dtype=torch.int64, device=device)
+    for group in groups:
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return most.tolist()
 
 
 def _prepare(full: torch.Tensor, axis: Axis, scale: GradScale) -> dist.ReduceOp.RedOpType:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_fsdp.machine.collectives import all_gather
+from megatron_fsdp.machine.collectives import all_gather, largest
 from megatron_fsdp.plan.program import EVENTS, Trace
 from megatron_fsdp.runtime.unit import Unit
 from megatron_fsdp.state.flat_buffer import Axes
@@ -30,12 +30,7 @@ class Consensus:
 
     def largest(self, numbers: Sequence[int | bool]) -> list[int]:
         """The largest of each of the numbers over all ranks. **Collective**."""
-        own = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        for axis in self.axes:
-            table = own.repeat(axis.size)
-            all_gather(table, own, axis)
-            own = table.view(axis.size, len(numbers)).amax(dim=0)
-        return own.tolist()
+        return largest(numbers, [axis.gather_group for axis in self.axes if axis.size > 1], self.device)
 
     def smallest(self, numbers: Sequence[int | bool]) -> list[int]:
         """The smallest of each of the numbers over all ranks. **Collective**."""
