@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pkgutil
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -23,8 +24,12 @@ class UnitPlan:
 
     fqn: str
     module: nn.Module
-    params: list[ManagedParam]
-    is_root: bool
+    params: list[ManagedParam] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_root(self) -> bool:
+        """The unit of the whole model."""
+        return not self.fqn
 
 
 def resolve_unit_classes(
@@ -40,21 +45,17 @@ def resolve_unit_classes(
         raise TypeError(f"{option} is {unit_modules!r}; expected a list of such, even if it holds only one.")
     classes = []
     for entry in unit_modules or ():
-        found = _import(entry, option) if isinstance(entry, str) else entry
+        try:
+            found = pkgutil.resolve_name(entry) if isinstance(entry, str) else entry
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ImportError(
+                f"{option} holds {entry!r}, which cannot be imported ({error}); "
+                "give the full dotted path of a module class, or the class itself."
+            ) from error
         if not (isinstance(found, type) and issubclass(found, nn.Module)):
             raise TypeError(f"{option} holds {entry!r}; expected torch.nn.Module classes or import paths of such.")
         classes.append(found)
     return tuple(classes)
-
-
-def _import(path: str, option: str) -> object:
-    try:
-        return pkgutil.resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ImportError(
-            f"{option} holds {path!r}, which cannot be imported ({error}); "
-            "give the full dotted path of a module class, or the class itself."
-        ) from error
 
 
 def plan_units(
@@ -73,32 +74,41 @@ def plan_units(
         ValueError: `classes` match no module of `root`, or `root_params` are not its parameters.
     """
     _check_root_params(root, root_params)
-    names = {module: name for name, module in root.named_modules()}
-    unit_modules = [module for module in names if isinstance(module, classes)] if classes else []
-    if classes and not unit_modules:
+    params = _managed_params(root)
+    of_root = {id(param) for param in root_params}
+    shared = {id(param.unsharded) for param in params if len(param.places) > 1}
+    chosen = {root, *_unit_modules(root, classes, fine_grained, shared | of_root)}
+    units = {name: UnitPlan(name, module) for name, module in root.named_modules() if module in chosen}
+    for param in params:
+        chains = [_units_around(fqn, units) for fqn in param.fqns]
+        innermost = next(name for name in chains[0] if all(name in chain for chain in chains))
+        units["" if id(param.unsharded) in of_root else innermost].params.append(param)
+    return [unit for unit in units.values() if unit.params or unit.is_root]
+
+
+def _unit_modules(
+    root: nn.Module, classes: tuple[type, ...], fine_grained: tuple[type, ...], public: set[int]
+) -> list[nn.Module]:
+    """Modules below `root` to be gathered by themselves; others than their owner read the parameters `public`."""
+    modules = list(root.modules())
+    units = [module for module in modules if isinstance(module, classes)] if classes else []
+    if classes and not units:
         wanted = ", ".join(cls.__name__ for cls in classes)
-        present = ", ".join(sorted({type(module).__name__ for module in names}))
+        present = ", ".join(sorted({type(module).__name__ for module in modules}))
         raise ValueError(f"no module of {type(root).__name__} is a {wanted}; classes present are: {present}.")
     # What is whole on every rank is never gathered: its parameters join the unit around it, without hooks of their own.
-    unit_modules = [module for module in unit_modules if not all(map(is_no_shard, module.parameters()))]
+    units = [module for module in units if not all(map(is_no_shard, module.parameters()))]
+    owners = [module for module in modules if _is_run(module) and not all(map(is_no_shard, _own_params(module)))]
     if classes:
-        unit_modules += _large_leftovers(root, unit_modules, {id(param) for param in root_params})
-    unit_modules += _param_owners(unit_modules if classes else [root], fine_grained)
-    without_forward = _read_by_parents(root)
-    unit_modules = [module for module in unit_modules if module not in without_forward]
-    chosen = {root, *unit_modules}
-    plans = {module: UnitPlan(names[module], module, [], module is root) for module in names if module in chosen}
-    for param in _managed_params(root):
-        owner = root if any(param.unsharded is other for other in root_params) else _owner(param, plans, names, root)
-        plans[owner].params.append(param)
-    return [plan for plan in plans.values() if plan.params or plan.is_root]
-
-
-def _param_owners(units: list[nn.Module], classes: tuple[type, ...]) -> list[nn.Module]:
-    """Modules below instances of `classes` in `units`, these included, that directly own a parameter to be gathered."""
-    cut = [part for unit in units for part in unit.modules() if isinstance(part, classes)]
-    owners = dict.fromkeys(module for part in cut for module in part.modules() if module not in units)
-    return [module for module in owners if _is_run(module) and not all(map(is_no_shard, _own_params(module)))]
+        inside = {root, *(part for unit in units for part in unit.modules())}
+        units += [module for module in owners if module not in inside and _is_large(module, public)]
+    around = units if classes else [root]
+    cut = [part for unit in around for part in unit.modules() if isinstance(part, fine_grained)]
+    below = {module for part in cut for module in part.modules()}
+    units += [module for module in owners if module in below and module not in around]
+    # `nn.MultiheadAttention` computes with its output projection's parameters itself, and never calls it.
+    read = {module.out_proj for module in modules if isinstance(module, nn.MultiheadAttention)}
+    return [module for module in units if module not in read]
 
 
 def _is_run(module: nn.Module) -> bool:
@@ -106,8 +116,14 @@ def _is_run(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
+def _is_large(module: nn.Module, public: set[int]) -> bool:
+    """`module` directly owns a large number of elements that it alone reads."""
+    own = _own_params(module)
+    return sum(param.numel() for param in own) >= LARGE_LEFTOVER_NUMEL and public.isdisjoint(map(id, own))
+
+
 def _own_params(module: nn.Module) -> list[nn.Parameter]:
-    return [param for param in module._parameters.values() if param is not None]
+    return list(module.parameters(recurse=False))
 
 
 def _check_root_params(root: nn.Module, root_params: Collection[nn.Parameter]) -> None:
@@ -121,59 +137,17 @@ def _check_root_params(root: nn.Module, root_params: Collection[nn.Parameter]) -
             )
 
 
-def _read_by_parents(root: nn.Module) -> set[nn.Module]:
-    """Modules whose forward is never called: their parent computes with their parameters itself."""
-    return {module.out_proj for module in root.modules() if isinstance(module, nn.MultiheadAttention)}
-
-
-def _large_leftovers(root: nn.Module, units: list[nn.Module], excluded: set[int]) -> list[nn.Module]:
-    """Modules outside `units` that directly own a large parameter which no other module shares."""
-    inside = {module for unit in units for module in unit.modules()}
-    holders: dict[int, int] = {}
-    for module in root.modules():
-        for param in _own_params(module):
-            holders[id(param)] = holders.get(id(param), 0) + 1
-    found = []
-    for module in root.modules():
-        own = _own_params(module)
-        if all(map(is_no_shard, own)) or not _is_run(module):
-            continue
-        is_private = all(holders[id(param)] == 1 and id(param) not in excluded for param in own)
-        is_large = sum(param.numel() for param in own) >= LARGE_LEFTOVER_NUMEL
-        if module is not root and module not in inside and is_private and is_large:
-            found.append(module)
-    return found
-
-
-def _managed_params(root: nn.Module) -> Iterable[ManagedParam]:
+def _managed_params(root: nn.Module) -> list[ManagedParam]:
     """One entry per parameter object, in registration order."""
-    found: dict[int, tuple[nn.Parameter, list[str], list[Place]]] = {}
-    for module_name, module in root.named_modules():
-        for name, param in module._parameters.items():
-            if param is None:
-                continue
-            _, fqns, places = found.setdefault(id(param), (param, [], []))
-            fqns.append(f"{module_name}.{name}" if module_name else name)
-            places.append(Place(weakref.ref(module), name))
-    return [ManagedParam(param, tuple(fqns), tuple(places)) for param, fqns, places in found.values()]
+    found: dict[nn.Parameter, list[tuple[str, Place]]] = {}
+    for prefix, module in root.named_modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            fqn = f"{prefix}.{name}" if prefix else name
+            found.setdefault(param, []).append((fqn, Place(weakref.ref(module), name)))
+    return [ManagedParam(param, *zip(*named, strict=True)) for param, named in found.items()]
 
 
-def _owner(
-    param: ManagedParam, plans: dict[nn.Module, UnitPlan], names: dict[nn.Module, str], root: nn.Module
-) -> nn.Module:
-    """The innermost unit module above every module that holds `param`."""
-    units_by_name = {plan.fqn: module for module, plan in plans.items()}
-    chains = [_chain(fqn.rpartition(".")[0], units_by_name) for fqn in param.fqns]
-    common = [name for name in chains[0] if all(name in chain for chain in chains[1:])]
-    return units_by_name[common[0]] if common else root
-
-
-def _chain(module_name: str, units_by_name: dict[str, nn.Module]) -> list[str]:
-    """Names of the units that contain `module_name`, innermost first."""
-    chain = []
-    while True:
-        if module_name in units_by_name:
-            chain.append(module_name)
-        if not module_name:
-            return chain
-        module_name = module_name.rpartition(".")[0]
+def _units_around(fqn: str, units: dict[str, UnitPlan]) -> list[str]:
+    """Names of the units that contain the parameter `fqn`, innermost first."""
+    owners = itertools.accumulate(fqn.split(".")[:-1], lambda prefix, name: f"{prefix}.{name}")
+    return [name for name in reversed(["", *owners]) if name in units]

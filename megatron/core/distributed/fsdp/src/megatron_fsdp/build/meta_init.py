@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
@@ -21,7 +21,8 @@ def check_resettable(root: nn.Module) -> None:
     helpless = sorted(
         f"{type(module).__name__} ({fqn or 'the root'})"
         for fqn, module in root.named_modules()
-        if _reset_of(module) is None and (_meta_buffers(module) or any(p.is_meta for p in _own_params(module).values()))
+        if _reset_of(module) is None
+        and (_meta_buffers(module) or any(param.is_meta for param in module.parameters(recurse=False)))
     )
     if helpless:
         raise ValueError(
@@ -37,14 +38,14 @@ def materialize(plan: UnitPlan, device: torch.device) -> None:
     for param in replaced:
         _replace(param, torch.empty_like(param.unsharded, device=device))
     holders = {place.module() for param in replaced for place in param.places}
+    firsts = [(param, param.places[0].module(), param.places[0].name) for param in replaced]
     for module in _children_first(plan.module):
         if module in holders:
-            _reset(module, {param.places[0].name for param in replaced if param.places[0].module() is module}, device)
-    for param in replaced:
+            _reset(module, {name for _, holder, name in firsts if holder is module}, device)
+    for param, module, name in firsts:
         # reset_parameters may have made new Parameters.
-        module, name = param.places[0].module(), param.places[0].name
-        if module._parameters[name] is not param.unsharded:
-            _replace(param, module._parameters[name].data)
+        if getattr(module, name) is not param.unsharded:
+            _replace(param, getattr(module, name).data)
 
 
 @torch.no_grad()
@@ -60,40 +61,30 @@ def _reset(module: nn.Module, names: Collection[str], device: torch.device) -> N
 
     The others belong to another unit, whose storage may be gone, or to the module that holds a tied one first.
     """
-    others = {name: param for name, param in _own_params(module).items() if name not in names}
-    for name, param in others.items():
-        module._parameters[name] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
-    for name in _meta_buffers(module):
-        module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+    own = list(module.named_parameters(recurse=False, remove_duplicate=False))
+    others = [(name, param) for name, param in own if name not in names]
+    for name, param in others:
+        setattr(module, name, nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad))
+    for name, buffer in _meta_buffers(module):
+        setattr(module, name, torch.empty_like(buffer, device=device))
     _reset_of(module)()
-    module._parameters.update(others)
+    for name, param in others:
+        setattr(module, name, param)
 
 
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+def _children_first(module: nn.Module) -> list[nn.Module]:
     """Every module once, in the order in which constructors finish: a parent's reset may adjust its children."""
-    seen: set[nn.Module] = set()
-
-    def visit(node: nn.Module) -> Iterator[nn.Module]:
-        if node in seen:
-            return
-        seen.add(node)
-        for child in node.children():
-            yield from visit(child)
-        yield node
-
-    yield from visit(module)
+    below = [part for child in module.children() for part in _children_first(child)]
+    return list(dict.fromkeys([*below, module]))
 
 
 def _reset_of(module: nn.Module) -> Callable[[], None] | None:
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
-def _own_params(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: param for name, param in module._parameters.items() if param is not None}
-
-
-def _meta_buffers(module: nn.Module) -> list[str]:
-    return [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+def _meta_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+    return [(name, buffer) for name, buffer in buffers if buffer.is_meta]
 
 
 def _replace(param: ManagedParam, data: torch.Tensor) -> None:
