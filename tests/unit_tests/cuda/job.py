@@ -23,7 +23,6 @@ from megatron_fsdp import (
     fully_shard_model,
     fully_shard_optimizer,
 )
-from megatron_fsdp.build.copy_engine_setup import offered_nbytes
 from megatron_fsdp.machine.allocator import StoragePool
 from megatron_fsdp.runtime import linear_grads
 from megatron_fsdp.state import main_grad
@@ -261,7 +260,8 @@ def gathered(dtype: str, strategy: int, options: dict[str, Any]) -> dict[str, An
             losses.append(total.item() / dist.get_world_size())
         optimizer.step()
         optimizer.zero_grad()
-    offered = offered_nbytes(ours.param_and_grad_buffer.parameter_groups)
+    gathers = {group.spec.peers for group in ours.param_and_grad_buffer.parameter_groups} - {None}
+    offered = sum(gather.nbytes for gather in gathers)
     dist.barrier()
     before = _not_torchs()
     del ours, optimizer, loss

@@ -44,6 +44,6 @@ def peer_files(memory: Any = FileMemory) -> Iterator[None]:
     """Models built inside may gather by copies on the CPU."""
     with (
         mock.patch("megatron_fsdp.build.check_arguments._check_device", lambda *_: None),
-        mock.patch("megatron_fsdp.build.copy_engine_setup.SymmetricMemory", memory),
+        mock.patch("megatron_fsdp.machine.copy_engine.SymmetricMemory", memory),
     ):
         yield

@@ -300,7 +300,7 @@ MISTAKES = [
     ("outer alone", "dp_outer_dim is given without hybrid_fsdp_group; hybrid sharding needs both"),
     ("group alone", "hybrid_fsdp_group is given without dp_outer_dim"),
     ("unknown outer dim", "dp_outer_dim='dp_inter' is not a dimension"),
-    ("wrong hybrid group", r"hybrid_fsdp_group has ranks \[.*; expected \[0, 1, 2, 3\]: all ranks of 'dp_outer' x 'dp_shard'"),
+    ("wrong hybrid group", r"hybrid_fsdp_group has ranks .*; expected \[0, 1, 2, 3\]: all ranks of 'dp_outer' x 'dp_s"),
     ("wrong gather group", "fsdp_group_ag must hold the same ranks"),
     ("expert gather group alone", "expt_fsdp_group_ag must hold the same ranks"),
     ("expert mesh without the dim", "dp_shard_dim='dp_shard' is not a dimension of expt_device_mesh"),

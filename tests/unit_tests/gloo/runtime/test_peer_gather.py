@@ -14,10 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.build.copy_engine_setup import Seat, problem_between
 from megatron_fsdp.machine import copy_engine
 from megatron_fsdp.machine.collectives import Axis
-from megatron_fsdp.machine.copy_engine import PeerGather
+from megatron_fsdp.machine.copy_engine import PeerGather, RankLocation, problem_between
 from megatron_fsdp.machine.device import Device
 from tests.unit_tests.gloo.build.test_experts import Case as ExpertCase
 from tests.unit_tests.gloo.build.test_experts import train
@@ -188,9 +187,19 @@ class RankMemory:
         self.ranks.barrier()
 
 
-CPU = Device(torch.device("cpu"))
 SIZE, NUMEL = 3, 640
 GATHERS = 7
+
+
+def gathers_in(ranks: Ranks, axis: Axis, shard_nbytes: int) -> PeerGather:
+    """Gathers in the memory of these ranks, without processes that had to agree."""
+    gathers = PeerGather(axis, Device(torch.device("cpu")))
+    with (
+        mock.patch.object(copy_engine, "SymmetricMemory", lambda *_: RankMemory(ranks)),
+        mock.patch.object(copy_engine, "_raise_on_all"),
+    ):
+        gathers.allocate(shard_nbytes, mock.Mock())
+    return gathers
 
 
 def gathered_by_threads() -> list[str]:
@@ -199,8 +208,7 @@ def gathered_by_threads() -> list[str]:
     wrong: list[tuple[int, int]] = []
 
     def job(rank: int, watch: Races) -> None:
-        gathers = PeerGather(Axis(None, None, rank, SIZE), CPU)
-        gathers.open(4 * NUMEL, lambda *_: RankMemory(ranks))
+        gathers = gathers_in(ranks, Axis(None, None, rank, SIZE), 4 * NUMEL)
         for number in range(GATHERS):
             numel = NUMEL // (1 + number % 2)
             out = torch.empty(SIZE * numel)
@@ -214,12 +222,12 @@ def gathered_by_threads() -> list[str]:
 
 
 SABOTAGE: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
-    "one slot": lambda: mock.patch.object(copy_engine, "SLOTS", 1),
+    "one buffer": lambda: mock.patch.object(copy_engine, "BUFFERS", 1),
     "no barrier": lambda: mock.patch.object(Ranks, "_meet", lambda _: None),
 }
 
 
-def test_two_slots_and_one_barrier_are_enough() -> None:
+def test_two_buffers_and_one_barrier_are_enough() -> None:
     assert gathered_by_threads() == []
 
 
@@ -233,8 +241,7 @@ def test_shards_are_cast_and_their_bytes_are_kept() -> None:
     ranks = Ranks(1, 4096)
 
     def job(rank: int, watch: Races) -> None:
-        gathers = PeerGather(Axis(None, None, 0, 1), CPU)
-        gathers.open(100, lambda nbytes, *_: RankMemory(ranks))
+        gathers = gathers_in(ranks, Axis(None, None, 0, 1), 100)
         assert gathers.nbytes == 1024
         out = torch.empty(8, dtype=torch.bfloat16)
         shard = torch.arange(8) / 7
@@ -293,15 +300,15 @@ HOST = ("one", "boot 1")
 @pytest.mark.parametrize(
     ("other", "problem"),
     [
-        (Seat(1, ("two", "boot 2"), 1), r"rank 0 \(one\) and rank 1 \(two\) are on different hosts"),
-        (Seat(1, ("one", "boot 2"), 1), "are on different hosts"),
-        (Seat(1, HOST, 0), "both call their device cuda:0; let every process see all GPUs"),
-        (Seat(1, HOST, 2), "have devices, cuda:0 and cuda:2, that do not reach each other"),
-        (Seat(1, HOST, 1), None),
+        (RankLocation(1, ("two", "boot 2"), 1), r"rank 0 \(one\) and rank 1 \(two\) are on different hosts"),
+        (RankLocation(1, ("one", "boot 2"), 1), "are on different hosts"),
+        (RankLocation(1, HOST, 0), "both call their device cuda:0; let every process see all GPUs"),
+        (RankLocation(1, HOST, 2), "have devices, cuda:0 and cuda:2, that do not reach each other"),
+        (RankLocation(1, HOST, 1), None),
     ],
 )
-def test_ranks_that_cannot_read_each_other_are_told_apart(other: Seat, problem: str | None) -> None:
-    own = Seat(0, HOST, 0)
+def test_ranks_that_cannot_read_each_other_are_told_apart(other: RankLocation, problem: str | None) -> None:
+    own = RankLocation(0, HOST, 0)
     found = problem_between(own, [own, other], lambda number: number == 1)
     assert found is None if problem is None else re.search(problem, found)
 
@@ -334,7 +341,7 @@ def job_alone() -> list[str]:
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("outer", "inner"))
     options = {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
-    with peer_files(), mock.patch("megatron_fsdp.build.copy_engine_setup.logger.warning") as warned:
+    with peer_files(), mock.patch("megatron_fsdp.machine.copy_engine.logger.warning") as warned:
         summaries("mlp", 3, **COPIES, **options, hybrid_fsdp_group=dist.group.WORLD)
     return [call.args[0] for call in warned.call_args_list]
 

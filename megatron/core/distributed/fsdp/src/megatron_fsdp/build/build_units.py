@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from megatron_fsdp.config import EngineConfig
-from megatron_fsdp.machine.allocator import StoragePool
-from megatron_fsdp.machine.collectives import GradScale
-from megatron_fsdp.machine.device import Device
-from megatron_fsdp.machine.mesh import FSDPDistributedIndex
-from megatron_fsdp.machine.copy_engine import PeerGather
-from megatron_fsdp.plan.layout import GroupKey, GroupPlan, ParamSpec, plan_groups
-from megatron_fsdp.plan.strategy import NO_SHARD, StrategyPlan, plan_for
 from megatron_fsdp.build.find_units import UnitPlan, plan_units
 from megatron_fsdp.build.meta_init import check_resettable, materialize, materialize_buffers
-from megatron_fsdp.build.copy_engine_setup import make_peers, open_peers
+from megatron_fsdp.config import EngineConfig
+from megatron_fsdp.machine.allocator import StoragePool
+from megatron_fsdp.machine.collectives import NO_SCALE, GradScale
+from megatron_fsdp.machine.copy_engine import PeerGather, peer_gathers
+from megatron_fsdp.machine.device import Device
+from megatron_fsdp.machine.mesh import FSDPDistributedIndex
+from megatron_fsdp.plan.layout import GroupKey, GroupPlan, ParamSpec, plan_groups
+from megatron_fsdp.plan.strategy import NO_SHARD, StrategyPlan, plan_for
 from megatron_fsdp.runtime.unit import Unit
 from megatron_fsdp.state.codec import codec_for
 from megatron_fsdp.state.group_spec import GroupSpec
@@ -40,8 +41,6 @@ class BuildRequest:
     pool: StoragePool
     device: torch.device
     from_meta: bool
-    peers: Mapping[bool, PeerGather] = dataclasses.field(default_factory=dict)
-    """By `is_expert`, what gathers over the inner axis where collectives do not."""
 
 
 def plan_and_check(
@@ -143,77 +142,75 @@ def build_units(request: BuildRequest, plans: list[UnitPlan]) -> list[Unit]:
     Raises:
         ValueError: ranks are to read each other's memory and cannot; on every data-parallel rank.
     """
-    peers = make_peers(request.config, request.index, Device(request.device))
-    request = dataclasses.replace(request, peers=peers)
+    peers = peer_gathers(request.index, Device(request.device)) if request.config.gathers_by_copies else {}
     units = []
     for position, plan in enumerate(plans):
         if request.from_meta:
             materialize(plan, request.device)
-        groups = [_make_group(plan, request, number, group) for number, group in enumerate(_plan_groups(plan, request))]
+        groups = [
+            _make_group(plan, request, f"{plan.fqn or 'root'}:{number}", group, peers)
+            for number, group in enumerate(_plan_groups(plan, request))
+        ]
         for group in groups:
-            group.load_initial(_Source(request, group.spec.is_expert))
+            dp_group = request.index.get_dp_group(group.spec.is_expert)
+            group.load_initial(functools.partial(_first_rank_values, device=request.device, group=dp_group))
         units.append(Unit(position, plan.fqn, plan.module, groups, plan.params, is_root=plan.is_root))
     if request.from_meta:
         materialize_buffers(request.module, request.device)
-    _agree_on_buffers(request)
-    open_peers([group for unit in units for group in unit.groups], request.index)
+    _broadcast_buffers(request)
+    groups = [group for unit in units for group in unit.groups]
+    for is_expert, gather in peers.items():
+        sent_nbytes = max((group.sent_nbytes for group in groups if group.spec.peers is gather), default=0)
+        gather.allocate(sent_nbytes, request.index.get_dp_group(is_expert))
     return units
 
 
 def grad_scales(index: FSDPDistributedIndex, config: EngineConfig) -> dict[bool, GradScale]:
-    """How gradients are averaged, by `is_expert`; experts too are averaged over the dense data-parallel ranks."""
-    if config.calculate_per_token_loss:
-        scale = GradScale(1.0, average=False)
-        return {False: scale, True: scale}
+    """Scaling of averaged gradients, by `is_expert`; experts too are averaged over the dense data-parallel ranks."""
     size = index.get_dp_group().size()
-    if not config.average_in_collective:
-        scale = GradScale(1.0 / size, average=False, fused=config.gradient_reduce_div_fusion)
-        return {False: scale, True: scale}
-    experts = index.get_dp_group(is_expert_parallel=True) if index.expt_fsdp_group is not None else None
-    expert_factor = experts.size() / size if experts is not None else 1.0
-    return {False: GradScale(1.0, average=True), True: GradScale(expert_factor, average=True)}
+    if config.calculate_per_token_loss:
+        dense = experts = NO_SCALE
+    elif config.average_in_collective:
+        expert_size = index.get_dp_group(is_expert_parallel=True).size() if index.expt_fsdp_group is not None else size
+        dense, experts = GradScale(1.0, average=True), GradScale(expert_size / size, average=True)
+    else:
+        dense = experts = GradScale(1.0 / size, average=False, fused=config.gradient_reduce_div_fusion)
+    return {False: dense, True: experts}
 
 
 def _plan_groups(plan: UnitPlan, request: BuildRequest) -> tuple[GroupPlan, ...]:
     specs = []
-    for param in plan.params:
-        codec = codec_for(param.unsharded)
+    for param in (param.unsharded for param in plan.params):
+        codec = codec_for(param)
         key = GroupKey(
-            codec=(type(codec).__name__, codec.storage_dtype(param.unsharded)),
-            dtype=param.unsharded.dtype,
-            requires_grad=param.unsharded.requires_grad,
-            is_expert=is_expert_param(param.unsharded),
-            is_replicated=is_no_shard(param.unsharded) or param.unsharded.dim() == 0,
+            codec=(type(codec).__name__, codec.storage_dtype(param)),
+            dtype=param.dtype,
+            requires_grad=param.requires_grad,
+            is_expert=is_expert_param(param),
+            is_replicated=is_no_shard(param) or param.dim() == 0,
         )
-        shape = tuple(local_part(param.unsharded).shape)
-        specs.append(ParamSpec(shape, key, codec.atom_rows(param.unsharded), has_single_owner(param.unsharded)))
+        specs.append(ParamSpec(tuple(local_part(param).shape), key, codec.atom_rows(param), has_single_owner(param)))
     shards = {is_expert: _shard_count(request, is_expert) for is_expert in {spec.key.is_expert for spec in specs}}
     return plan_groups(specs, shards, request.config.bucket_numel if plan.is_root else None)
+
+
+def _shard_count(request: BuildRequest, is_expert: bool) -> int:
+    """Pieces into which the finest buffer is cut."""
+    plan = _strategy(request, is_expert)
+    sizes = [axis.size for axis in request.index.axes(is_expert)]
+    return math.prod(size for position, size in enumerate(sizes) if plan.shards_along(position))
 
 
 def _strategy(request: BuildRequest, is_expert: bool, is_replicated: bool = False) -> StrategyPlan:
     outer, inner = request.index.axes(is_expert)
     config = request.config
-    return plan_for(
-        NO_SHARD if is_replicated else config.inner_strategy,
-        NO_SHARD if is_replicated else config.outer_strategy,
-        inner_size=inner.size,
-        outer_size=outer.size,
-    )
+    names = (NO_SHARD, NO_SHARD) if is_replicated else (config.inner_strategy, config.outer_strategy)
+    return plan_for(*names, inner_size=inner.size, outer_size=outer.size)
 
 
-def _shard_count(request: BuildRequest, is_expert: bool) -> int:
-    """Into how many pieces the finest buffer is cut."""
-    axes = request.index.axes(is_expert)
-    plan = _strategy(request, is_expert)
-    count = 1
-    for position, axis in enumerate(axes):
-        if any(pair[position].value == "S" for pair in (plan.weight, plan.main_grad, plan.main_weight)):
-            count *= axis.size
-    return count
-
-
-def _make_group(plan: UnitPlan, request: BuildRequest, number: int, group: GroupPlan) -> ParamGroup:
+def _make_group(
+    plan: UnitPlan, request: BuildRequest, name: str, group: GroupPlan, peers: dict[bool, PeerGather]
+) -> ParamGroup:
     params = tuple(plan.params[i].unsharded for i in group.members)
     codec = codec_for(params[0])
     precision = request.config.precision
@@ -225,7 +222,7 @@ def _make_group(plan: UnitPlan, request: BuildRequest, number: int, group: Group
     if is_frozen and codec.storage_dtype(params[0]) == main_dtype:
         strategy = strategy.without_optimizer()
     spec = GroupSpec(
-        name=f"{plan.fqn or 'root'}:{number}",
+        name=name,
         params=params,
         fqns=tuple(plan.params[i].fqn for i in group.members),
         layout=group.layout,
@@ -240,56 +237,38 @@ def _make_group(plan: UnitPlan, request: BuildRequest, number: int, group: Group
         is_expert=group.key.is_expert,
         is_replicated=group.key.is_replicated,
         device=request.device,
-        peers=request.peers.get(group.key.is_expert),
+        peers=peers.get(group.key.is_expert),
     )
     return ParamGroup(spec, request.pool)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    """Where initial values come from: the first data-parallel rank, so that no two ranks or strategies can differ."""
-
-    request: BuildRequest
-    is_expert: bool
-
-    def __call__(self, full: torch.Tensor) -> torch.Tensor:
-        """`full` on the engine's device with the first rank's values. **Collective**."""
-        full = full.to(self.request.device)
-        _broadcast(full, self.request.index.get_dp_group(self.is_expert))
-        return full
+def _first_rank_values(full: torch.Tensor, device: torch.device, group: dist.ProcessGroup) -> torch.Tensor:
+    """`full` on `device` with the values of the group's first rank, so that no two ranks can differ. **Collective**."""
+    full = full.to(device)
+    _broadcast(full, group)
+    return full
 
 
 @torch.no_grad()
-def _agree_on_buffers(request: BuildRequest) -> None:
-    experts = _modules_of_experts(request.module)
-    for module in request.module.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            # Expanded buffers show one element in several places, and cannot be written to.
-            moved = buffer.to(request.device).contiguous()
-            module._buffers[name] = moved
-            _broadcast(local_part(moved), request.index.get_dp_group(is_expert_parallel=module in experts))
-
-
-def _modules_of_experts(root: nn.Module) -> set[nn.Module]:
-    """Modules whose buffers are experts', and so differ between expert-parallel ranks.
+def _broadcast_buffers(request: BuildRequest) -> None:
+    """Moves buffers to the device and gives them the first rank's values, experts' theirs. **Collective**.
 
     Buffers have no tag: they are experts' where all parameters in their module are, or, if it has none, all those in
     the nearest module around it that has some.
     """
-    found: set[nn.Module] = set()
-
-    def visit(module: nn.Module, is_inside: bool) -> None:
+    has_experts: dict[nn.Module, bool] = {}
+    for module in request.module.modules():
         params = list(module.parameters())
-        is_inside = all(map(is_expert_param, params)) if params else is_inside
-        if is_inside:
-            found.add(module)
+        if params:
+            has_experts[module] = all(map(is_expert_param, params))
+        is_expert = has_experts.setdefault(module, False)
         for child in module.children():
-            visit(child, is_inside)
-
-    visit(root, False)
-    return found
+            has_experts.setdefault(child, is_expert)
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            # Expanded buffers show one element in several places, and cannot be written to.
+            moved = buffer.to(request.device).contiguous()
+            setattr(module, name, moved)
+            _broadcast(local_part(moved), request.index.get_dp_group(is_expert))
 
 
 def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch
 
-from megatron_fsdp.build.copy_engine_setup import offered_nbytes
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.allocator import DoubleBufferPool, StoragePool
 from megatron_fsdp.plan.double_buffer import PersistentBuffer
@@ -79,7 +78,7 @@ def _slots(schedule: Schedule, pool: StoragePool) -> str:
 
 def _offered(groups: list[ParamGroup]) -> str:
     """What peers read, if they do."""
-    nbytes = offered_nbytes(groups)
+    nbytes = sum(peers.nbytes for peers in {group.spec.peers for group in groups} if peers is not None)
     if not nbytes:
         return ""
     return (
