@@ -34,6 +34,25 @@ ONLY_IN = {
 NOT_IN = {"torch.distributed": ("plan/", "config.py")}
 STRATEGY_NAMES_ONLY_IN = ("plan/strategy.py", "config.py")
 PRIVATE_TORCH_ONLY_IN = ("machine/torch_compat.py",)
+#: Private names that no source defines and that do not count: a namespace, our attribute of parameters, namedtuple's.
+NOT_COUNTED = {"_C", "_megatron_fsdp_owner", "_fields"}
+#: Every private name of torch that the engine uses, by the last private part of its path. It shall become shorter.
+PRIVATE_TORCH_NAMES = frozenset(
+    {
+        # autograd
+        "_are_functorch_transforms_active", "_backward_hooks", "_base", "_current_autograd_node",
+        "_current_graph_task_id", "_execution_engine", "_post_accumulate_grad_hooks", "_version",
+        "_will_engine_execute_node",
+        # batched operations
+        "_foreach_add_", "_foreach_copy_", "_foreach_mul_", "_foreach_norm", "_foreach_zero_",
+        # distributed
+        "_get_backend", "_make_nccl_premul_sum", "_symmetric_memory", "_SymmetricMemory", "_world",
+        # DTensor
+        "_dtensor_spec", "_local_tensor", "_StridedShard",
+        # modules and the compiler
+        "_disable_dynamo", "_metadata", "_parameters",
+    }
+)  # fmt: skip
 #: The engine that megatron-core ships; ours must never be confused with it.
 FORBIDDEN_EVERYWHERE = "megatron.core.distributed.fsdp"
 
@@ -196,6 +215,30 @@ def is_within(name: str, module: str) -> bool:
 def is_private_torch(name: str) -> bool:
     """True if a dotted name inside torch passes through a component that starts with one underscore."""
     return is_within(name, "torch") and any(p.startswith("_") and not p.startswith("__") for p in name.split("."))
+
+
+def private_torch_names(sources: dict[str, str]) -> set[str]:
+    """Private names of torch in the engine's sources (by path): those that no source defines. mcore/ has Megatron's."""
+    trees = [ast.parse(source) for path, source in sources.items() if not path.startswith("mcore/")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and _is_own_attribute(node)}
+    paths = [node.attr for node in nodes if isinstance(node, ast.Attribute) and node.attr not in own]
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and is_within(node.module or "", "torch"):
+            paths += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and (_dotted(node.func) or "").endswith("attrgetter"):
+            paths += [arg.value for arg in node.args]
+    private = (
+        [part for part in path.split(".") if part.startswith("_") and not part.startswith("__")] for path in paths
+    )
+    return {parts[-1] for parts in private if parts} - NOT_COUNTED
+
+
+def _is_own_attribute(node: ast.Attribute) -> bool:
+    """Assigned to, on an object of ours."""
+    return isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
 
 
 def names_used(tree: ast.Module, package: Sequence[str]) -> Iterator[tuple[int, str]]:

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.unit_tests.pure.import_rules import (
+    PRIVATE_TORCH_NAMES,
     engine_violations,
     import_circle,
     import_graph,
     is_too_long,
+    private_torch_names,
     shared_violations,
     training_violations,
 )
@@ -39,6 +41,15 @@ def test_engine_file_keeps_the_rules(path):
 @pytest.mark.parametrize("path", TRAINING_FILES)
 def test_training_file_keeps_the_rules(path):
     assert training_violations(path, (TRAINING / path).read_text(encoding="utf-8")) == []
+
+
+def test_no_more_private_names_of_torch_are_used():
+    sources = {path: (ENGINE / path).read_text(encoding="utf-8") for path in ENGINE_FILES}
+    assert private_torch_names(sources) == PRIVATE_TORCH_NAMES
+    code = "from torch._a import b\nimport torch\ntorch._C._c(x._d._e)\nattrgetter('_f.g')\nself._own = self._own._h"
+    assert private_torch_names({"state/codec.py": code, "mcore/unwrap.py": "x._i"}) == {
+        "_a", "_c", "_d", "_e", "_f", "_h",
+    }  # fmt: skip
 
 
 def test_no_module_imports_itself_by_way_of_others():

@@ -18,6 +18,7 @@ from megatron_fsdp.attachments import attach
 from megatron_fsdp.build.build_units import BuildRequest, build_units, grad_scales
 from megatron_fsdp.build.check_arguments import check_arguments
 from megatron_fsdp.build.find_units import UnitPlan
+from megatron_fsdp.build.storage import make_pool, prepare
 from megatron_fsdp.config import DEFAULT_POLICY, DistributedDataParallelConfig, MixedPrecisionPolicy, default_config
 from megatron_fsdp.diagnostics.nan_report import NanReport, NonFiniteGradientError
 from megatron_fsdp.diagnostics.overlap_report import OverlapReport
@@ -34,7 +35,6 @@ from megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_fsdp.plan.strategy import Placement
 from megatron_fsdp.runtime.preconditions import check_idle, check_not_taken, showing_sharded
 from megatron_fsdp.runtime.schedule import Schedule
-from megatron_fsdp.build.storage import make_pool, prepare
 from megatron_fsdp.state_dict.full_params import full_params
 from megatron_fsdp.state_dict.full_state_dict import check_is_whole, full_state_dict, whole_shards
 from megatron_fsdp.state_dict.hooks import names_inner_module

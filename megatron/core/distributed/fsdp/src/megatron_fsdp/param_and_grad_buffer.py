@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import nn
 
+from megatron_fsdp.build.storage import register_late
 from megatron_fsdp.machine.allocator import StoragePool
 from megatron_fsdp.machine.torch_compat import uncompiled
 from megatron_fsdp.runtime.schedule import Schedule
-from megatron_fsdp.build.storage import register_late
 from megatron_fsdp.runtime.unit import ManagedParam
 from megatron_fsdp.state.main_grad import GradState, MainGrad
 from megatron_fsdp.state.param_group import ParamGroup

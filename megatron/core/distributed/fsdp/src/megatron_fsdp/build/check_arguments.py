@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_fsdp.build.build_units import plan_and_check
+from megatron_fsdp.build.find_units import UnitPlan, resolve_unit_classes
 from megatron_fsdp.config import (
     DistributedDataParallelConfig,
     EngineConfig,
@@ -19,8 +21,6 @@ from megatron_fsdp.config import (
 )
 from megatron_fsdp.machine.device import default_device_type
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
-from megatron_fsdp.build.build_units import plan_and_check
-from megatron_fsdp.build.find_units import UnitPlan, resolve_unit_classes
 from megatron_fsdp.state.param_tags import is_expert_param
 
 #: Constructor options whose feature is not there, and the reason.

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 import torch
 
+from megatron_fsdp.build.storage import storage_needs
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.allocator import DoubleBufferPool, StoragePool
 from megatron_fsdp.plan.double_buffer import PersistentBuffer
 from megatron_fsdp.plan.strategy import NO_SHARD
 from megatron_fsdp.runtime.schedule import Schedule
-from megatron_fsdp.build.storage import storage_needs
 from megatron_fsdp.runtime.unit import Unit
 from megatron_fsdp.state.param_group import ParamGroup
 
@@ -70,8 +70,9 @@ def _slots(schedule: Schedule, pool: StoragePool) -> str:
     alternating = [key for key, _ in needs if pool.buffers.get(key) in shared]
     loose = sum(nbytes for key, nbytes in needs if key not in pool.buffers)
     return (
-        f" Of {len(needs)} communication buffers {len(alternating)} take turns in {len(shared)} slots of {_mib(shared)} MiB "
-        f"together, {len(own)} keep {_mib(own)} MiB of their own, the others, {loose / _MIB:.1f} MiB, come and go"
+        f" Of {len(needs)} communication buffers {len(alternating)} take turns in {len(shared)} slots of "
+        f"{_mib(shared)} MiB together, {len(own)} keep {_mib(own)} MiB of their own, the others, "
+        f"{loose / _MIB:.1f} MiB, come and go"
         f"{'; registered with NCCL' if pool.memory.is_registered else ''}."
     )
 

@@ -10,39 +10,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
-def in_backward() -> bool:
-    """True inside an autograd graph task: a forward that runs now is a recomputation.
-
-    torch offers no public question; `torch._C._current_graph_task_id` is -1 outside (torch 2.1 to 2.13).
-    """
-    return torch._C._current_graph_task_id() != -1
-
-
 def graph_task() -> int:
-    """The graph task that runs now; another one inside it has another number."""
+    """The number of the graph task that runs now, another one than that around it; -1 outside (torch 2.1 to 2.13)."""
     return torch._C._current_graph_task_id()
 
 
-def awaits_gradient(leaf: torch.Tensor) -> bool:
-    """True if the graph task that runs now will still bring, or has brought, a gradient to `leaf`.
-
-    torch answers this for a node with `torch._C._will_engine_execute_node`, on which its own `register_multi_grad_hook`
-    builds (torch 2.1 to 2.13).
-    """
-    with without_overrides():
-        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+def in_backward() -> bool:
+    """True inside an autograd graph task: a forward that runs now is a recomputation."""
+    return graph_task() != -1
 
 
 #: A context in which no tensor subclass overrides functions: reading an attribute of one that does takes a microsecond
-#: elsewhere (torch 2.0 to 2.13).
-without_overrides = torch._C.DisableTorchFunctionSubclass
+#: elsewhere.
+without_overrides = torch.DisableTorchFunctionSubclass
 
 
 def only_accumulates(leaf: torch.Tensor) -> bool:
@@ -51,7 +38,7 @@ def only_accumulates(leaf: torch.Tensor) -> bool:
     Hooks do (`_backward_hooks`: torch 1.0 to 2.13; the other one's: torch 2.1 to 2.13), and callers of
     `torch.autograd.grad`: in such a task torch refuses to answer for a leaf that is asked for. The leaf's node is found
     among the running one's successors; `get_gradient_edge(leaf)` takes 5 microseconds (`_current_autograd_node`,
-    `next_functions`: torch 2.1 to 2.13).
+    `next_functions`, `_will_engine_execute_node`: torch 2.1 to 2.13).
     """
     with without_overrides():
         if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
@@ -64,12 +51,12 @@ def only_accumulates(leaf: torch.Tensor) -> bool:
         return False
 
 
-def is_transformed() -> bool:
-    """A transform of torch.func or a forward-mode derivative looks at what runs.
+def is_transformed(input: torch.Tensor) -> bool:
+    """A transform of torch.func runs, or `input` carries a forward-mode derivative.
 
-    (`_are_functorch_transforms_active`: torch 2.1 to 2.13; `_current_level`: torch 1.11 to 2.13.)
+    (`_are_functorch_transforms_active`: torch 2.1 to 2.13.)
     """
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    return torch._C._are_functorch_transforms_active() or forward_ad.unpack_dual(input).tangent is not None
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:
@@ -96,22 +83,21 @@ def premul_sum(factor: float) -> dist.ReduceOp:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """What tells storages apart even while they are empty; a data pointer does not (`_cdata`: torch 2.0 to 2.13)."""
-    return tensor.untyped_storage()._cdata
+    """A number that tells storages apart even while they are empty, as a data pointer does not.
+
+    The object that stands for a storage in Python lives as long as the storage (torch 2.1 to 2.13).
+    """
+    return id(tensor.untyped_storage())
 
 
 #: The local tensor object of a DTensor itself; `to_local()` gives an alias, and torch DCP reads attributes of the
 #: object. In native code: an optimizer's step asks for hundreds.
 local_tensor = operator.attrgetter("_local_tensor")
 
-#: The mesh and the placements of a DTensor. Its `device_mesh` and `placements` are the same (torch 2.4 to 2.13), but
-#: properties in Python.
-mesh_and_placements = operator.attrgetter("_spec.mesh", "_spec.placements")
-
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` when it is there: a DTensor may hold the promise of a collective's result (torch 2.1 to 2.13)."""
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    """`tensor` when it is there: a DTensor may hold the promise of a collective's result, which `wait` keeps."""
+    return tensor.wait() if hasattr(tensor, "wait") else tensor
 
 
 def dtensor_spec(
@@ -235,21 +221,3 @@ def symmetric_memory(nbytes: int, device: torch.device, group: dist.ProcessGroup
 
     tensor = _symmetric_memory._SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
     return tensor, _symmetric_memory.rendezvous(tensor, group)
-
-
-def register_mem_pool(backend: dist.Backend, pool: object, *, as_window: bool) -> bool:
-    """Registers a memory pool's segments, those to come too, with the communicator of `backend`.
-
-    **Collective** if `as_window`. The argument `symm` is there in torch 2.11, and not in 2.7.
-
-    Returns:
-        Whether they became windows; torch or NCCL may know only local registration here, and then on every rank.
-    """
-    if as_window:
-        try:
-            backend.register_mem_pool(pool, symm=True)
-        except (TypeError, dist.DistBackendError):
-            as_window = False
-    if not as_window:
-        backend.register_mem_pool(pool)
-    return as_window

@@ -101,7 +101,7 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         and not input.is_nested
         and torch.is_grad_enabled()
         and not torch.is_autocast_enabled(input.device.type)
-        and not torch_compat.is_transformed()
+        and not torch_compat.is_transformed(input)
     )
     if not is_plain:
         return F.linear(input, weight, bias)
