@@ -7,7 +7,6 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,18 +27,8 @@ _OPTION = "copy_engine_gather=True (fsdp_copy_engine_gather)"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class PeerMemory(Protocol):
-    """As many bytes on every rank of an axis, which all of its ranks can read."""
-
-    def of(self, rank: int) -> torch.Tensor:
-        """The bytes of the rank with this number on the axis, 1-D."""
-
-    def barrier(self) -> None:
-        """Lets what follows on the current stream begin when all ranks' streams have come to theirs. **Collective**."""
-
-
 class SymmetricMemory:
-    """Memory of CUDA devices that reach each other's. **Collective** over `axis`."""
+    """As many bytes on every rank of an axis, all readable by all of its CUDA devices. **Collective** over `axis`."""
 
     def __init__(self, nbytes: int, axis: Axis, device: Device):
         self._nbytes = nbytes
@@ -47,11 +36,14 @@ class SymmetricMemory:
         self._tensor, self._handle = symmetric_memory(nbytes, place, axis.gather_group)
 
     def of(self, rank: int) -> torch.Tensor:
-        """The bytes of this rank."""
+        """The bytes of the rank with this number on the axis, 1-D."""
         return self._handle.get_buffer(rank, (self._nbytes,), torch.uint8)
 
     def barrier(self) -> None:
-        """A kernel of one warp, which waits for those of the others as long as it takes."""
+        """Lets what follows on the current stream begin when all ranks' streams have come to theirs. **Collective**.
+
+        A kernel of one warp, which waits for those of the others as long as it takes.
+        """
         # Signals lie in the memory itself, which is of one axis: another one's barriers cannot be taken for its.
         self._handle.barrier(channel=0)
 
@@ -73,7 +65,7 @@ class PeerGather:
         self._device = device
         # Every rank begins with its neighbour, so that no rank is read by all at once, and ends with its own.
         self._order = [(axis.rank + step) % axis.size for step in range(1, axis.size + 1)]
-        self._memory: PeerMemory | None = None
+        self._memory: SymmetricMemory | None = None
         self._buffer_nbytes = 0
         self._turn = 0
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}

@@ -210,18 +210,9 @@ class FSDPDistributedIndex:
         return self.get_fsdp_group(is_expert_parallel).rank() * outer.size() + outer.rank()
 
     @property
-    def expert_parallel_size(self) -> int:
-        """Ranks over which the experts of a layer are distributed; their data-parallel ranks are that many fewer."""
-        if self.expt_device_mesh is None:
-            return 1
-        return max(1, self.get_dp_group().size() // self.get_dp_group(is_expert_parallel=True).size())
-
-    @property
     def holds_first_experts(self) -> bool:
-        """Among the ranks that hold different experts under the same names, this is the first."""
-        if self.expert_parallel_size == 1:
-            return True
-        return _ranks(self.get_dp_group())[0] in _ranks(self.get_dp_group(is_expert_parallel=True))
+        """True on the first of the ranks that hold different experts under the same names."""
+        return self.expt_device_mesh is None or _ranks(self.get_dp_group())[0] in _ranks(self.get_dp_group(True))
 
     def axes(self, is_expert: bool = False) -> tuple[Axis, Axis]:
         """The (outer, inner) axes of dense or expert parameters."""

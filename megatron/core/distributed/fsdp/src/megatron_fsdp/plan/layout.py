@@ -224,6 +224,17 @@ class GroupPlan:
     atom_rows: tuple[int, ...]
     """By member, rows that no shard boundary cuts: what its spec asks for, or 1 where that was given up."""
 
+    @property
+    def wasted(self) -> int:
+        """Elements of padding, 0 if these are acceptable."""
+        return 0 if padding_is_acceptable(self.layout) else self.layout.size - self.layout.used
+
+
+def padding_is_acceptable(layout: Layout) -> bool:
+    """True if the layout's padding is within the bound, or too small to matter."""
+    padding = layout.size - layout.used
+    return padding <= max(PADDING_BOUND * layout.used, PADDING_SLACK * layout.shard_count)
+
 
 def plan_groups(
     specs: Sequence[ParamSpec], shards_of: dict[bool, int], bucket_numel: int | None = None
@@ -232,7 +243,7 @@ def plan_groups(
 
     Args:
         specs: the unit's parameters, in registration order.
-        shards_of: how many shards a buffer has, by `is_expert`.
+        shards_of: shards of a buffer, by `is_expert`.
         bucket_numel: if given, groups are also cut when they reach this many elements.
     """
     by_key: dict[GroupKey, list[int]] = {}
@@ -242,34 +253,8 @@ def plan_groups(
     for key, members in by_key.items():
         shard_count = 1 if key.is_replicated else shards_of[key.is_expert]
         for bucket in _buckets(specs, members, bucket_numel):
-            groups += _plan_bucket(key, specs, bucket, shard_count)
-    return tuple(sorted(groups, key=lambda group: group.members[0]))
-
-
-def _plan_bucket(key: GroupKey, specs: Sequence[ParamSpec], bucket: list[int], shard_count: int) -> list[GroupPlan]:
-    """`bucket` as groups, with row atoms for parameters whose blocks of rows would cost too much padding.
-
-    Blocks do not scale for ever: with fewer blocks than ranks most of a buffer would be padding.
-    """
-    parts = _split_by_padding(specs, bucket, shard_count)
-    costly = sorted(i for part in parts if _wasted(specs, part, shard_count) for i in part)
-    if costly:
-        specs = [dataclasses.replace(spec, atom_rows=1) if i in costly else spec for i, spec in enumerate(specs)]
-        parts = [part for part in parts if part[0] not in costly] + _split_by_padding(specs, costly, shard_count)
-    return [
-        GroupPlan(key, tuple(part), _layout(specs, part, shard_count), tuple(specs[i].whole_rows for i in part))
-        for part in parts
-    ]
-
-
-def padding_is_acceptable(layout: Layout) -> bool:
-    """True if the layout's padding is within the bound, or too small to matter."""
-    padding = layout.size - layout.used
-    return padding <= max(PADDING_BOUND * layout.used, PADDING_SLACK * layout.shard_count)
-
-
-def _layout(specs: Sequence[ParamSpec], members: Sequence[int], shard_count: int) -> Layout:
-    return plan_layout([specs[i].shape for i in members], shard_count, [specs[i].whole_rows for i in members])
+            groups += _plan_bucket(specs, bucket, shard_count)
+    return tuple(sorted(groups, key=lambda group: group.members))
 
 
 def _buckets(specs: Sequence[ParamSpec], members: list[int], bucket_numel: int | None) -> list[list[int]]:
@@ -287,28 +272,42 @@ def _buckets(specs: Sequence[ParamSpec], members: list[int], bucket_numel: int |
     return buckets
 
 
-def _split_by_padding(specs: Sequence[ParamSpec], members: list[int], shard_count: int) -> list[list[int]]:
-    """`members` as few parts whose padding is acceptable; a part of one parameter is taken as it is.
+def _plan_bucket(specs: Sequence[ParamSpec], bucket: Sequence[int], shard_count: int) -> list[GroupPlan]:
+    """`bucket` as groups, with row atoms for parameters whose blocks of rows would cost too much padding.
 
-    Padding comes from rows that do not divide each other, so parts grow parameter by parameter from the largest, and
-    one that would spoil every part opens the next.
+    Blocks do not scale for ever: with fewer blocks than ranks most of a buffer would be padding.
     """
-    if padding_is_acceptable(_layout(specs, members, shard_count)):
-        return [members]
-    by_cost = sorted(members, key=lambda i: (-_layout(specs, [i], 1).used, i))
-    parts: list[list[int]] = []
-    for index in by_cost:
-        for part in parts:
-            grown = sorted([*part, index])
-            apart = _wasted(specs, part, shard_count) + _wasted(specs, [index], shard_count)
-            if _wasted(specs, grown, shard_count) <= apart:
-                part[:] = grown
+    groups = _split_by_padding(specs, bucket, shard_count)
+    costly = sorted(index for group in groups if group.wasted for index in group.members)
+    if not costly:
+        return groups
+    by_rows = [dataclasses.replace(spec, atom_rows=1) for spec in specs]
+    return [group for group in groups if not group.wasted] + _split_by_padding(by_rows, costly, shard_count)
+
+
+def _split_by_padding(specs: Sequence[ParamSpec], members: Sequence[int], shard_count: int) -> list[GroupPlan]:
+    """`members` as few groups whose padding is acceptable; a group of one parameter is taken as it is.
+
+    Padding comes from rows that do not divide each other, so groups grow parameter by parameter from the largest, and
+    one that would spoil every group opens the next.
+    """
+    whole = _plan_group(specs, members, shard_count)
+    if not whole.wasted:
+        return [whole]
+    alone = [_plan_group(specs, [index], shard_count) for index in members]
+    groups: list[GroupPlan] = []
+    for one in sorted(alone, key=lambda group: (-group.layout.used, group.members)):
+        for place, group in enumerate(groups):
+            grown = _plan_group(specs, sorted(group.members + one.members), shard_count)
+            if grown.wasted <= group.wasted + one.wasted:
+                groups[place] = grown
                 break
         else:
-            parts.append([index])
-    return sorted(parts)
+            groups.append(one)
+    return groups
 
 
-def _wasted(specs: Sequence[ParamSpec], members: Sequence[int], shard_count: int) -> int:
-    layout = _layout(specs, members, shard_count)
-    return 0 if padding_is_acceptable(layout) else layout.size - layout.used
+def _plan_group(specs: Sequence[ParamSpec], members: Sequence[int], shard_count: int) -> GroupPlan:
+    rows = tuple(specs[index].whole_rows for index in members)
+    layout = plan_layout([specs[index].shape for index in members], shard_count, rows)
+    return GroupPlan(specs[members[0]].key, tuple(members), layout, rows)
