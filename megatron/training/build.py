@@ -10,8 +10,7 @@ from megatron.training.initialize import World
 from megatron.training.job import Job
 from megatron.training.model import build_model
 from megatron.training.optim import build_optimizer, build_scheduler
-from megatron.training.reporting.console import Console
-from megatron.training.reporting.metrics import LogLines, Meter, Reporter
+from megatron.training.reporting.metrics import Console, LogLines, Meter, Reporter
 from megatron.training.reporting.progress import LiveProgress
 from megatron.training.reporting.tensorboard import TensorBoard
 from megatron.training.state import Run, Streams, Task

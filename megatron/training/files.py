@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.training.config import RunConfig
+from megatron.training.config.flags import is_number
 
 
 def missing_files(config: RunConfig) -> Iterator[str]:
@@ -25,16 +26,8 @@ def missing_files(config: RunConfig) -> Iterator[str]:
 
 def _prefixes(words: Sequence[str]) -> Sequence[str]:
     """Without the weights, which every second word is, from the first on, or none."""
-    has_weights = len(words) % 2 == 0 and all(map(_is_number, words[::2]))
+    has_weights = len(words) % 2 == 0 and all(map(is_number, words[::2]))
     return words[1::2] if has_weights else words
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def make_output_folders(config: RunConfig) -> None:

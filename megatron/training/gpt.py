@@ -1,6 +1,7 @@
 """The task of `pretrain_gpt.py`: megatron-core's GPT on next-token prediction."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import partial
 
 import torch
@@ -77,27 +78,11 @@ def masked_sum(
 
 def datasets_provider(job: Job) -> Datasets:
     """The sets of `job`, none where nothing is drawn. **Collective.**"""
-    data, plan = job.config.data, job.plan
-    request = DatasetRequest(
-        seq_length=data.seq_length,
-        seed=job.config.rng.seed,
-        mock_data=data.mock_data,
-        data_path=data.data_path,
-        split=data.split,
-        train_data_path=data.train_data_path,
-        valid_data_path=data.valid_data_path,
-        test_data_path=data.test_data_path,
-        data_cache_path=data.data_cache_path,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-        eod_mask_loss=data.eod_mask_loss,
-        create_attention_mask_in_dataloader=data.create_attention_mask_in_dataloader,
-        mmap_bin_files=data.mmap_bin_files,
-        num_dataset_builder_threads=data.num_dataset_builder_threads,
-        mid_level_dataset_surplus=data.mid_level_dataset_surplus,
-    )
-    trained = 0 if job.config.validation.skip_train else plan.train_samples
-    counts = SampleCounts(train=trained, valid=plan.valid_samples, test=plan.test_samples)
+    names = {field.name for field in fields(DatasetRequest)} - {"seed"}
+    data = {name: getattr(job.config.data, name) for name in names}
+    request = DatasetRequest(seed=job.config.rng.seed, **data)
+    trained = 0 if job.config.validation.skip_train else job.plan.train_samples
+    counts = SampleCounts(train=trained, valid=job.plan.valid_samples, test=job.plan.test_samples)
     return build_train_valid_test_datasets(request, counts, job.tokenizer)
 
 

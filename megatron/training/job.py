@@ -1,6 +1,6 @@
 """Job: the checked configuration of a run, the plan that follows from it, and its tokenizer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from megatron.training.checkpoint.load.args_from_checkpoint import with_saved_arguments
 from megatron.training.config import Reading, RunConfig, RunPlan, check, plan_run
@@ -38,29 +38,12 @@ def prepare_reading(reading: Reading, world_size: int) -> Job:
     # Missing options of a tokenizer are told once, by the rules.
     if not Reading(config=config, problems=tuple(problems)).concerns(_TOKENIZER_FLAGS):
         try:
-            tokenizer = build_tokenizer(tokenizer_request(config))
+            options = {field.name: getattr(config.tokenizer, field.name) for field in fields(config.tokenizer)}
+            size = config.dist.tensor_model_parallel_size
+            tokenizer = build_tokenizer(TokenizerRequest(**options, tensor_model_parallel_size=size))
         except (ValueError, ImportError) as error:
             problems.append(str(error))
     problems += missing_files(config)
     if problems:
         raise ConfigError(problems)
     return Job(config=config, plan=plan_run(config, world_size, tokenizer.padded_vocab_size), tokenizer=tokenizer)
-
-
-def tokenizer_request(config: RunConfig) -> TokenizerRequest:
-    """The tokenizer that `config` names."""
-    tokenizer = config.tokenizer
-    return TokenizerRequest(
-        tokenizer_type=tokenizer.tokenizer_type,
-        tokenizer_model=tokenizer.tokenizer_model,
-        vocab_file=tokenizer.vocab_file,
-        merge_file=tokenizer.merge_file,
-        vocab_size=tokenizer.vocab_size,
-        make_vocab_size_divisible_by=tokenizer.make_vocab_size_divisible_by,
-        tensor_model_parallel_size=config.dist.tensor_model_parallel_size,
-        padded_vocab_size=tokenizer.padded_vocab_size,
-        tokenizer_special_tokens=tokenizer.tokenizer_special_tokens,
-        tokenizer_hf_no_include_special_tokens=tokenizer.tokenizer_hf_no_include_special_tokens,
-        tiktoken_pattern=tokenizer.tiktoken_pattern,
-        tiktoken_num_special_tokens=tokenizer.tiktoken_num_special_tokens,
-    )

@@ -4,6 +4,8 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 
+import megatron.training
+import megatron_fsdp
 from megatron.training.build import build_callbacks, build_run, build_streams
 from megatron.training.callbacks import Callback, Callbacks
 from megatron.training.checkpoint.load.loader import load_checkpoint
@@ -17,7 +19,6 @@ from megatron.training.loop import report_validation, train
 from megatron.training.ranks import Ranks
 from megatron.training.state import Run, Task
 from megatron.training.stopping import Stopper
-from megatron.training.versions import check_versions
 
 logger = logging.getLogger(__name__)
 
@@ -74,3 +75,14 @@ def work(run: Run, callbacks: Callback, stopper: Stopper) -> None:
             logger.info("exiting: %s after the last iteration", name)
     finally:
         callbacks.end(run)
+
+
+def check_versions() -> None:
+    """Raises RuntimeError if training loop and engine have different versions, as of a checkout and of a wheel."""
+    ours, engines = megatron.training.__version__, megatron_fsdp.__version__
+    if ours != engines:
+        raise RuntimeError(
+            f"megatron.training {ours} ({megatron.training.__path__[0]}) and megatron_fsdp {engines} "
+            f"({megatron_fsdp.__path__[0]}) are of different versions; install one of them only, or put the checkout's "
+            "megatron/core/distributed/fsdp/src on PYTHONPATH"
+        )

@@ -367,7 +367,7 @@ def _split_off_mistakes(argv: list[str]) -> tuple[list[str], list[str]]:
             problems.append(f"{name}: takes no value")
         elif takes_value and not has_value and (after is None or _is_flag(after)):
             problems.append(f"{name}: expected a value")
-        elif words and _takes_value().get(words[-1]) and _is_number(word) and word.startswith("-"):
+        elif words and _takes_value().get(words[-1]) and is_number(word) and word.startswith("-"):
             words[-1] += f"={word}"  # argparse takes -1e-3 for a flag.
         else:
             words.append(word)
@@ -375,10 +375,11 @@ def _split_off_mistakes(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _is_flag(word: str) -> bool:
-    return len(word) > 1 and word.startswith("-") and " " not in word and not _is_number(word)
+    return len(word) > 1 and word.startswith("-") and " " not in word and not is_number(word)
 
 
-def _is_number(word: str) -> bool:
+def is_number(word: str) -> bool:
+    """True if `word` is written as a number."""
     try:
         float(word)
     except ValueError:

@@ -196,7 +196,10 @@ class RecomputeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Source of the samples."""
+    """Source of the samples.
+
+    Fields are named as in `DatasetRequest`.
+    """
 
     data_path: tuple[str, ...] | None = None
     """Prefixes of indexed datasets, split by --split: PREFIX, or a blend WEIGHT PREFIX WEIGHT PREFIX ..."""
@@ -252,7 +255,10 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """Text to tokens; everything is read from disk, nothing is downloaded."""
+    """Text to tokens; everything is read from disk, nothing is downloaded.
+
+    Fields are named as in `TokenizerRequest`.
+    """
 
     tokenizer_type: (
         Literal[

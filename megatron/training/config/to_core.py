@@ -1,5 +1,7 @@
 """Configurations of megatron-core and of the sharding engine, derived from ours; alone here to import either."""
 
+from dataclasses import fields
+
 import torch
 from megatron.core.activations import squared_relu
 from megatron.core.optimizer import OptimizerConfig
@@ -102,25 +104,12 @@ def to_transformer_config(config: RunConfig, machine: Machine | None = None) -> 
 
 def to_optimizer_config(config: RunConfig) -> OptimizerConfig:
     """megatron-core's optimizer configuration for a checked `config`."""
-    optimizer, precision = config.optimizer, config.precision
+    precision = config.precision
+    same = ("bf16", "fp16", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     return OptimizerConfig(
-        optimizer=optimizer.optimizer,
-        lr=optimizer.lr,
-        min_lr=optimizer.min_lr,
-        weight_decay=optimizer.weight_decay,
-        clip_grad=optimizer.clip_grad,
-        adam_beta1=optimizer.adam_beta1,
-        adam_beta2=optimizer.adam_beta2,
-        adam_eps=optimizer.adam_eps,
-        sgd_momentum=optimizer.sgd_momentum,
-        bf16=precision.bf16,
-        fp16=precision.fp16,
+        **{field.name: getattr(config.optimizer, field.name) for field in fields(config.optimizer)},
+        **{name: getattr(precision, name) for name in same},
         params_dtype=params_dtype(precision),
-        loss_scale=precision.loss_scale,
-        initial_loss_scale=precision.initial_loss_scale,
-        min_loss_scale=precision.min_loss_scale,
-        loss_scale_window=precision.loss_scale_window,
-        hysteresis=precision.hysteresis,
         # The flag that selects the optimizer's family: with Megatron-FSDP it is always the distributed one.
         use_distributed_optimizer=config.ddp.use_megatron_fsdp,
         overlap_param_gather=config.ddp.overlap_param_gather,

@@ -21,6 +21,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path,
 from megatron.core.datasets.utils import Split, get_blend_from_list
 from torch.utils.data import Dataset
 
+from megatron.training.config.flags import is_number
 from megatron.training.ranks import ON_EVERY_RANK
 from megatron.training.tokenizer import Tokenizer
 
@@ -245,21 +246,13 @@ def _read_blend(words: Sequence[str], flag: str) -> Blend:
     """Prefixes and weights of a flag; weights only if every second word from the first on is a number."""
     words = [str(word).strip() for word in words]
     if len(words) % 2 == 0:
-        numeric = [_is_number(word) for word in words[::2]]
+        numeric = [is_number(word) for word in words[::2]]
         if any(numeric) and not all(numeric):
             raise ValueError(f"{flag} mixes prefixes with and without weights: {' '.join(words)}")
     prefixes, weights = get_blend_from_list(words)
     if weights is not None and min(weights) <= 0:
         raise ValueError(f"{flag}: weights must be positive, got {weights}; leave out a set that should not be read")
     return list(prefixes), weights
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _check_files(config: GPTDatasetConfig, counts: SampleCounts) -> None:

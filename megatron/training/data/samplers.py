@@ -48,11 +48,7 @@ class _Blocks:
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronPretrainingSampler(_Blocks):
-    """The set in its own order, once: rank r reads the r-th micro-batch of every block."""
-
-    drop_last: bool = True
-    """Leave out the last, partial block. If False, the ranks at its end read fewer samples or no micro-batch at all;
-    code that communicates per micro-batch must not read it then."""
+    """The set in its own order, once: rank r reads the r-th micro-batch of every block but a last, partial one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,22 +61,12 @@ class MegatronPretrainingSampler(_Blocks):
             )
 
     def __len__(self) -> int:
-        left = self.total_samples - self.consumed_samples
-        return left // self.block if self.drop_last else len(range(self._first, self.total_samples, self.block))
+        return (self.total_samples - self.consumed_samples) // self.block
 
     def __iter__(self) -> Iterator[list[int]]:
-        whole = self.total_samples - self.block if self.drop_last else self.total_samples - 1
-        for start in range(self._first, whole + self._offset + 1, self.block):
-            if indices := list(range(start, min(start + self.micro_batch_size, self.total_samples))):
-                yield indices
-
-    @property
-    def _offset(self) -> int:
-        return self.data_parallel_rank * self.micro_batch_size
-
-    @property
-    def _first(self) -> int:
-        return self.consumed_samples + self._offset
+        first = self.consumed_samples + self.data_parallel_rank * self.micro_batch_size
+        for start in range(first, first + len(self) * self.block, self.block):
+            yield list(range(start, start + self.micro_batch_size))
 
 
 @dataclass(frozen=True, kw_only=True)

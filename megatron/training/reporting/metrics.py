@@ -1,16 +1,17 @@
 """Metrics of a run: one record per report, and the log line that it makes."""
 
+import sys
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Protocol
 
 import torch
 
 from megatron.training.callbacks import Callback
 from megatron.training.evaluate import Evaluation
 from megatron.training.optim import current_lr
-from megatron.training.reporting.console import Console
 from megatron.training.state import Run, is_due
 from megatron.training.step import LOSS, StepResult
 from megatron_fsdp.optim.grad_norm import counted_here, total_norm
@@ -169,6 +170,29 @@ class Reporter:
 
     def close(self) -> None:
         """The run is over."""
+
+
+class LiveDisplay(Protocol):
+    """Something that redraws itself at the bottom of the terminal."""
+
+    def print_above(self, text: str) -> None:
+        """Writes a line that stays."""
+
+
+class Console:
+    """Writes lines on standard output."""
+
+    def __init__(self) -> None:
+        self.display: LiveDisplay | None = None
+        """The display below the lines, while there is one."""
+
+    def line(self, text: str) -> None:
+        """Writes one line, at once."""
+        if self.display is not None:
+            self.display.print_above(text)
+            return
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
 
 
 class LogLines(Reporter):

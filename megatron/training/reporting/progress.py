@@ -3,8 +3,7 @@
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron.training.evaluate import Evaluation
-from megatron.training.reporting.console import Console
-from megatron.training.reporting.metrics import Record, Reporter
+from megatron.training.reporting.metrics import Console, Record, Reporter
 from megatron.training.state import Run
 
 _SMOOTHING = 0.9

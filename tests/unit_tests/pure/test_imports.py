@@ -149,6 +149,7 @@ def test_what_is_allowed_is_not_found(path, source):
         ("step.py", "from torch._C import x", "private to torch"),
         ("config/rules_support.py", "x = 'optim_grads'", "strategy name 'optim_grads'"),
         ("gpt.py", "import megatron.core.distributed.fsdp.src", "megatron-core's own copy"),
+        ("news/letter.py", "", "news/letter.py has no place in ROOMS"),
     ],
 )
 def test_a_violation_of_the_training_loop_is_found(path, source, complaint):
@@ -164,7 +165,7 @@ def test_a_violation_of_the_training_loop_is_found(path, source, complaint):
         ("checkpoint/save/saver.py", "from megatron.training.checkpoint.format.paths import TRACKER"),
         ("checkpoint/format/torch_compat.py", "from torch._subclasses import FakeTensorMode"),
         ("config/to_core.py", "import torch\nfrom megatron.core.optimizer import OptimizerConfig"),
-        ("versions.py", "import megatron.training\nmegatron.training.__version__"),
+        ("pretrain.py", "import megatron.training\nmegatron.training.__version__"),
     ],
 )
 def test_what_the_training_loop_may_is_not_found(path, source):

@@ -107,12 +107,6 @@ def test_ranks_partition_every_block_and_leave_out_the_last_partial_one(total, c
     assert list(itertools.chain(*itertools.chain(*blocks))) == list(range(consumed, consumed + 6 * len(blocks)))
 
 
-def test_a_partial_last_block_is_shared_as_far_as_it_goes():
-    ranks = [sampler(MegatronPretrainingSampler, rank, total=9, drop_last=False) for rank in range(3)]
-    assert [list(each)[1:] for each in ranks] == [[[6, 7]], [[8]], []]
-    assert [len(each) for each in ranks] == [2, 2, 1]
-
-
 @pytest.mark.parametrize("sharding", [True, False])
 def test_cyclic_epochs_read_every_sample_once_and_differ(sharding):
     ranks = [

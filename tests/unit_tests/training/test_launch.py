@@ -16,8 +16,8 @@ from megatron.training.config import load_config
 from megatron.training.errors import RunError
 from megatron.training.files import make_output_folders, missing_files
 from megatron.training.launch import configure_logging, ignore_expected_warnings, launch
+from megatron.training.pretrain import check_versions
 from megatron.training.ranks import ON_EVERY_RANK, Ranks
-from megatron.training.versions import check_versions
 from tests.unit_tests.harness.rank_pool import REPO_ROOT, import_paths
 from tests.unit_tests.training.runs import TINY
 

@@ -8,8 +8,7 @@ import torch
 
 from megatron.training.config.schema import LoggerConfig
 from megatron.training.evaluate import Evaluation
-from megatron.training.reporting.console import Console
-from megatron.training.reporting.metrics import Record, Totals, format_evaluation, format_line
+from megatron.training.reporting.metrics import Console, Record, Totals, format_evaluation, format_line
 from megatron.training.reporting.progress import LiveProgress, figures
 from megatron.training.reporting.tensorboard import points
 from megatron.training.step import StepResult

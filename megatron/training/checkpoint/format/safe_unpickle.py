@@ -74,37 +74,22 @@ class _Allowed(pickle.Unpickler):
 
 
 class Opaque:
-    """A value of a class that stays unknown: what the file says of it, and none of its code."""
-
-    origin = ""
+    """A value of a class that stays unknown: the arguments that made it, and none of its code."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Opaque":
         made = super().__new__(cls)
         made.args = args
         return made
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        self.__dict__["state"] = state
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
-
-    def append(self, value: Any) -> None:
+    def _ignore(self, *args: Any, **kwargs: Any) -> None:
         """Takes no notice: the value is of no known kind."""
 
-    def extend(self, values: Any) -> None:
-        """Takes no notice: the value is of no known kind."""
-
-    def __repr__(self) -> str:
-        return f"<{self.origin}>"
+    __init__ = __setstate__ = __setitem__ = append = extend = _ignore
 
 
 class _Arguments(_Allowed):
     def unknown(self, module: str, name: str) -> Any:
-        return type(name, (Opaque,), {"origin": f"{module}.{name}"})
+        return Opaque
 
     def persistent_load(self, pid: Any) -> Opaque:
         return Opaque(pid)
