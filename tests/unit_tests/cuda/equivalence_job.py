@@ -1,4 +1,4 @@
-"""What one rank of `test_equivalence.py` runs: the equivalence matrix's cells of this many ranks.
+"""Job of one rank of `test_equivalence.py`: the equivalence matrix's cells of this many ranks.
 
     torchrun ... -m tests.unit_tests.cuda.equivalence_job DEVICE SECONDS STRIDE RESULTS
 
@@ -28,13 +28,13 @@ CHUNK = 8
 
 
 def places(world: int, stride: int) -> list[int]:
-    """Where this world's cells are in `matrix.CELLS`, neighbours apart: what time cuts off is of all kinds."""
+    """Indices of this world's cells in `matrix.CELLS`, neighbours apart: cells that time cuts off are of all kinds."""
     mine = [place for place, cell in enumerate(matrix.CELLS) if cell.topology.world == world][::stride]
     return [place for start in range(7) for place in mine[start::7]]
 
 
 def run(device: str, seconds: float, stride: int) -> dict[str, Any] | None:
-    """What the first rank found, None on others. **Collective.**"""
+    """Results on the first rank, None on others. **Collective.**"""
     started = time.monotonic()
     objects = dist.new_group(backend="gloo")  # NCCL would take objects through the GPU
     todo = places(dist.get_world_size(), stride)
@@ -65,7 +65,7 @@ def run(device: str, seconds: float, stride: int) -> dict[str, Any] | None:
 
 
 def machine(device: str) -> str:
-    """How many ranks on how many processors of which kind, and the versions. Ranks of several hosts share them."""
+    """Number of ranks, number and kind of processors, and the versions. Ranks of several hosts share them."""
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     kind = f"{platform.machine()} CPU"
     if device == "cuda":

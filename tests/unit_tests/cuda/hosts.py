@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-#: How long the other agents may take to end by themselves after one has failed.
+#: Time for the other agents to end by themselves after one has failed.
 PEER_GRACE_S = 10.0
 #: An agent ends its ranks politely, and after 30 seconds by force; they are in sessions of their own.
 END_S = 40.0
@@ -91,7 +91,7 @@ class Agents:
                 process.wait()
 
     def failure(self, timeout_s: float) -> str | None:
-        """Why the run is no success once it is over; None if it is one."""
+        """The reason for which a run that is over is no success; None if it is one."""
         deadline = time.monotonic() + timeout_s
         is_failing = False
         while any(process.poll() is None for process in self._processes) and time.monotonic() < deadline:
@@ -105,7 +105,7 @@ class Agents:
 
 
 def hosts_of(ranks: int, gpus: int) -> Hosts | None:
-    """How so many ranks run on a machine with so many GPUs; None: not at all. Only 8 ranks share GPUs, two each."""
+    """Placement of ranks on a machine with so many GPUs; None: there is none. Only 8 ranks share GPUs, two each."""
     if gpus >= ranks:
         return Hosts(1, ranks)
     return Hosts(2, 4) if ranks == 8 and gpus >= 4 else None

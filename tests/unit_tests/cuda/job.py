@@ -1,4 +1,4 @@
-"""What one GPU rank runs; launched by torchrun, names its job on the command line, prints one JSON line on rank 0."""
+"""Jobs of one GPU rank; launched by torchrun, named on the command line; rank 0 prints one JSON line."""
 
 import gc
 import json

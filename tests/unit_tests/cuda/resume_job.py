@@ -1,4 +1,4 @@
-"""What one rank of `test_resume.py` runs: a run that never stops, and one that stops in the middle and is resumed.
+"""Job of one rank of `test_resume.py`: a run that never stops, and one that stops in the middle and is resumed.
 
 torchrun ... -m tests.unit_tests.cuda.resume_job FOLDER ITERATIONS FLAGS
 """
@@ -14,7 +14,7 @@ from tests.unit_tests.training.runs import logged, train
 
 
 def compare(folder: str, iterations: int, flags: str) -> dict[str, object]:
-    """What differs on this rank, and what shows that something was trained. **Collective.**"""
+    """Differences on this rank, and figures that show that something was trained. **Collective.**"""
     flags += f" --train-iters {iterations} "
     whole = train(flags)
     first = train(flags + f"--save {folder} --exit-interval {iterations // 2}")

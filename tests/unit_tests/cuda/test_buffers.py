@@ -46,7 +46,7 @@ def test_units_that_take_turns_lose_no_bit_and_no_memory(comm: str) -> None:
 
 
 def test_less_is_reserved_where_segments_can_grow() -> None:
-    # What one stream has left another cannot use, so models this small keep more than the 4 % of the benchmark's 8B.
+    # Memory that one stream has left another cannot use, so small models keep more than the 4 % of the benchmark's 8B.
     (plain,) = measured((3, "bfloat16", {}))
     (growing,) = measured((3, "bfloat16", {}), PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
     assert growing["losses"] == plain["losses"]

@@ -53,7 +53,7 @@ def test_bf16_training_is_the_same_under_every_strategy() -> None:
     curves = launch("low_precision", *cases)
     for case, curve in zip(cases, curves, strict=True):
         assert curve[-1] < 0.9 * curve[0], case  # a gradient lost on its way would leave the loss where it was
-        # What is rounded to bf16 on its way differs; weights and gradients are otherwise the same numbers.
+        # Numbers that are rounded to bf16 on their way differ; weights and gradients are otherwise the same.
         torch.testing.assert_close(torch.tensor(curve), torch.tensor(curves[0]), rtol=2e-3, atol=0, msg=str(case))
 
 

@@ -33,12 +33,12 @@ GRACE_S = 60
 
 
 def results_path() -> Path:
-    """Where results of all runs are gathered."""
+    """Folder of the results of all runs."""
     return Path(os.environ.get("EQUIVALENCE_RESULTS") or Path(tempfile.gettempdir()) / "equivalence_cuda.json")
 
 
 def launch(hosts: Hosts, device: str, seconds: int, stride: int, folder: Path) -> dict[str, Any]:
-    """What the job's first rank wrote into `folder`; whatever happens, no process stays behind."""
+    """Results that the job's first rank wrote into `folder`; whatever happens, no process stays behind."""
     results, log = folder / "results.json", folder / "log"
     arguments = ["-m", "tests.unit_tests.cuda.equivalence_job", device, str(seconds), str(stride), str(results)]
     paths = [*import_paths(), os.environ.get("PYTHONPATH", "")]

@@ -17,7 +17,7 @@ FLAGS = (
 
 
 def launch(folder: str, iterations: int, flags: str) -> list[dict]:
-    """What each of two ranks found."""
+    """Results of each of two ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "tests.unit_tests.cuda.resume_job", folder, str(iterations), flags]
     paths = os.pathsep.join(filter(None, (*import_paths(), os.environ.get("PYTHONPATH"))))

@@ -19,7 +19,7 @@ _MISSING = (
     "mamba_ssm.ops.triton.selective_state_update",
     "mamba_ssm.ops.triton.ssd_combined",
 )
-"""What megatron-core's Mamba layer imports; building one needs of it a norm with a weight."""
+"""Package that megatron-core's Mamba layer imports; building one needs of it a norm with a weight."""
 
 
 class RMSNormGated(nn.Module):

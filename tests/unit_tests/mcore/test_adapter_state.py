@@ -31,7 +31,7 @@ def test_names_do_not_show_the_wrappers(mcore_ranks2: RankPool, dtype: torch.dty
 
 
 def load_and_compute(dtype: torch.dtype, source: str) -> tuple[bool, bool]:
-    """Whether main weights, and what the model computes, are those of another model after loading it."""
+    """True if main weights, and the model's output, are those of another model after loading it."""
     other, model = build(Case(dtype=dtype, seed=1)), build(Case(dtype=dtype, seed=2))
     batch = torch.arange(8)[None]
     with torch.no_grad():

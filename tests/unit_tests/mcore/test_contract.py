@@ -1,4 +1,4 @@
-"""What megatron-core 0.16.1 reads from, and calls on, a fully sharded model: one test per row of the contract."""
+"""Contract of megatron-core 0.16.1 with a fully sharded model, all that it reads and calls: one test per row."""
 
 import contextlib
 from collections.abc import Iterator

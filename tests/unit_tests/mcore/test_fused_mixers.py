@@ -1,4 +1,4 @@
-"""What gated delta-net and Mamba layers fuse is stored in parts that fit any number of tensor-parallel ranks."""
+"""Fused weights of gated delta-net and Mamba layers, stored in parts that fit any number of tensor-parallel ranks."""
 
 import itertools
 import zlib
@@ -26,7 +26,7 @@ FUSED = {
     MAMBA + "conv1d.weight": _XBC,
     MAMBA + "conv1d.bias": _XBC,
 }
-#: What has the same rows for each head, and what ranks cut along another dim or not at all.
+#: Weights with the same rows for each head, and weights that ranks cut along another dim or not at all.
 HEADS = {
     **{DELTA_NET + name: 4 for name in ("dt_bias", "A_log")},
     **{MAMBA + name: 8 for name in ("dt_bias", "A_log", "D")},
@@ -42,7 +42,7 @@ def numbers(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def of_rank(name: str, kind: str, shape: torch.Size, tp: int, rank: int) -> torch.Tensor:
-    """What one of `tp` ranks has of the global tensors; `shape` is that of its part."""
+    """The part of the global tensors of one of `tp` ranks; `shape` is that of its part."""
     label = f"{kind} {name}"
     if name in COLUMNS:
         return numbers(label, COLUMNS[name]).chunk(tp, 1)[rank]
@@ -115,7 +115,7 @@ def save(tp: int, folder: str, in_one_piece: bool = False) -> torch.Tensor:
 
 
 def load(tp: int, folder: str) -> tuple[list[str], list[str], torch.Tensor]:
-    """What is wrong after a load, what was read in one piece, and the output of the layer that can compute."""
+    """Mistakes after a load, names read in one piece, and the output of the layer that can compute."""
     from megatron_fsdp.mcore import StoredState
 
     model, optimizer = build(tp)

@@ -39,7 +39,7 @@ GROUPED = {"num_query_groups": 2, "normalization": "RMSNorm", "qk_layernorm": Tr
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How a case is run on tensor-parallel ranks."""
+    """Options of a case on tensor-parallel ranks."""
 
     tp: int = 2
     ep: int = 1

@@ -18,7 +18,7 @@ ADAM_EPS = 1e-2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is trained and how."""
+    """Model and options of training."""
 
     strategy: str | int = 3
     tied: bool = False

@@ -24,7 +24,7 @@ WIDTH, STEPS = 4, 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is trained and how."""
+    """Model and options of training."""
 
     topology: Topology = Topology()
     strategy: int = 3

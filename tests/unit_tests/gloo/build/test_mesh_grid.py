@@ -1,4 +1,4 @@
-"""What a mesh shows beside its names: the order of its ranks, dimensions that nothing names, and experts' meshes."""
+"""Facts of a mesh beside its names: the order of its ranks, dimensions that nothing names, and experts' meshes."""
 
 import logging
 
@@ -58,7 +58,7 @@ def test_the_ranks_of_a_dimension_alone_may_have_any_order(ranks4, table, shard_
 
 
 def warnings_of(cases):
-    """What is logged while each index is made."""
+    """Log lines while each index is made."""
     told = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told[-1].append(record.getMessage())

@@ -164,7 +164,7 @@ def twin(*ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def communicators(outer: int | str | None) -> dict[str, set[str]]:
-    """What each communicator carried in a step of a mixture of experts, with gathers on groups of their own."""
+    """Traffic of each communicator in a step of a mixture of experts, with gathers on groups of their own."""
     is_hybrid = outer is not None
     topology = Topology(ep=2, outer=2 if is_hybrid else 1, spans_outer=is_hybrid)
     rows = ((0, 1), (2, 3)) if is_hybrid else ((0, 1, 2, 3),)

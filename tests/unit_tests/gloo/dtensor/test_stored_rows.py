@@ -42,7 +42,7 @@ def save(folder: str) -> None:
 
 
 def load(folder: str, strategy: int) -> bool:
-    """Whether reading into the parts fills the parameters, and nothing beside them."""
+    """True if reading into the parts fills the parameters, and nothing beside them."""
     model = build(0.0, strategy)
     stored = parts(model)
     shapes = {name.removesuffix(".b"): value.shape[0] for name, value in stored.items() if name.endswith(".b")}

@@ -266,7 +266,7 @@ def test_attach_refuses_wrong_boxes(ranks2) -> None:
 
 
 def copies_job() -> None:
-    """What asynchronous checkpointing does to a DTensor: copy it for staging, pickle it for another process."""
+    """A DTensor as asynchronous checkpointing treats it: copied for staging, pickled for another process."""
     from torch.distributed.checkpoint._state_dict_stager import StateDictStager  # noqa: PLC0415
 
     dtensor = rows(values((6, 2)), [6, 0], attach=True)

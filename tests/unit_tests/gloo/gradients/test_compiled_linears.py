@@ -128,7 +128,7 @@ def test_memory_that_compiled_code_reuses_is_not_overwritten(ranks2: RankPool) -
 
 
 def reduce_in_fp32() -> None:
-    """What the compiler makes has the weight's dtype, so it is rounded as torch rounds it, and copied."""
+    """Gradients of compiled code have the weight's dtype, so they are rounded as torch rounds them, and copied."""
     x = (1 + torch.arange(7 * WIDTH).view(7, WIDTH) / 128).bfloat16()
     model = shard(
         compiled(lambda: build(plainly).bfloat16(), "aot_eager", "forward"), Sharding(units=(Layer,)), DtypePolicy()

@@ -126,7 +126,7 @@ def test_norms_that_are_not_finite_do_what_they_do_in_torch(ranks3, value, norm_
 
 
 def clip_low_precision(max_norm):
-    """How many clipped elements of bf16 and fp32 gradients differ from those scaled in fp32 and rounded once."""
+    """Number of clipped elements of bf16 and fp32 gradients that differ from those scaled in fp32 and rounded once."""
     from megatron_fsdp.optim import grad_norm
 
     multiply = torch._foreach_mul_

@@ -64,7 +64,7 @@ def test_gradients_add_up_in_place_and_are_kept_by_who_holds_them(
 
 
 def changed_in_place() -> list[bool]:
-    """What is done to attached gradients is done to the buffer itself."""
+    """Operations on attached gradients change the buffer itself."""
     model = made(3)
     backward(model, batches(dist.get_world_size())[0])
     found = []
@@ -217,7 +217,7 @@ def test_scaling_reaches_all_gradients_and_brings_none_back(
 
 
 def replace_and_step(is_automatic: bool) -> list[bool]:
-    """Whether gradients that users have put in the place of the model's are stepped with, as in one process."""
+    """True if gradients that users have put in the place of the model's are stepped with, as in one process."""
     from megatron_fsdp import fully_shard_optimizer
 
     model = made(3, torch.float32, sync_model_each_microbatch=is_automatic)

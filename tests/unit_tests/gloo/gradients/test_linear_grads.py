@@ -29,7 +29,7 @@ from tests.unit_tests.harness.sharded import Sharding, full_grads, shard
 
 
 class Doubled(nn.Linear):
-    """What it computes is its own business."""
+    """A layer whose output is its own business."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return 2 * F.linear(input, self.weight)
@@ -128,7 +128,7 @@ def offloaded(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def copied(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """What is copied or saved while the weight is there has a gradient of its own."""
+    """Copies made or saved while the weight is there have gradients of their own."""
     stream = io.BytesIO()
     torch.save(linear.weight, stream)
     saved = torch.load(io.BytesIO(stream.getvalue()))

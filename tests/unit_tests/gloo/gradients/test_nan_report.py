@@ -35,7 +35,7 @@ def poisoned_mlp(poison: Poison | None) -> TinyMLP:
 
 
 def message_of(model: MegatronFSDP, microbatches: int = 1) -> str:
-    """What a cycle raises, '' if nothing; whatever it is, no gradient is attached after an error."""
+    """The error of a cycle, '' if there is none; no gradient is attached after an error."""
     try:
         for _ in range(microbatches):
             model(torch.ones(2, 4)).sum().backward()

@@ -29,7 +29,7 @@ def changed_in_place(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def keep_gradients(watch: str) -> list[torch.Tensor]:
-    """What hooks that were registered before sharding keep of this rank's own gradients."""
+    """This rank's own gradients as hooks keep them that were registered before sharding."""
     kept: list[torch.Tensor] = []
     module = build(plainly)
     for param in module.parameters():

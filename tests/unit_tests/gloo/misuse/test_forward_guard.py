@@ -131,7 +131,7 @@ MOVES: list[tuple[Callable[[Containers], None], str]] = [
 
 
 def check_moves(shows_unsharded: bool) -> None:
-    """What changes places raises at the next forward, also while the root shows its whole weights."""
+    """Modules that change places raise at the next forward, also while the root shows its whole weights."""
     for change, message in MOVES:
         model = shard(Containers(), Sharding(units=(nn.Sequential,)))
         loss = model(torch.ones(1, 4)).sum()
@@ -254,7 +254,7 @@ LEGAL = [value for name, value in vars(Uses).items() if not name.startswith("_")
 
 
 def use_legally(strategy: int, dtype: torch.dtype) -> list[str]:
-    """What strict mode logs while a model is used as it may be."""
+    """Log lines of strict mode while a model is used as it may be."""
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())

@@ -162,7 +162,7 @@ MESHES = [
 
 
 def test_wrong_options(ranks2):
-    """Where the engine would have to make the mesh."""
+    """Calls for which the engine would have to make the mesh."""
     assert_each_raises(ranks2, [Mistake(call_model, ("default", options), *error) for options, *error in OPTIONS])
 
 

@@ -55,7 +55,7 @@ def test_clipping_synchronizes_first(ranks2: RankPool) -> None:
 
 
 def sync_switched_on_late() -> float:
-    """How far a step moves when automatic synchronization is switched on after the backward."""
+    """Distance that a step moves when automatic synchronization is switched on after the backward."""
     model, optimizer = sharded(1, sync_model_each_microbatch=False)
     before = [param.full_tensor() for param in model.parameters()]
     with model.no_sync():
@@ -121,7 +121,7 @@ def test_a_backward_belongs_to_the_weights_of_its_forward(ranks2: RankPool) -> N
 
 
 def write_by_hand(options: dict[str, object], how: str) -> list[str]:
-    """What is logged about values that are written between two forwards, and not installed."""
+    """Log lines about values that are written between two forwards, and not installed."""
     model, _ = sharded(**options)
     with contextlib.suppress(AssertionError), unittest.TestCase().assertLogs("megatron_fsdp.diagnostics") as logs:
         with torch.no_grad():

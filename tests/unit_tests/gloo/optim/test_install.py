@@ -116,7 +116,7 @@ class Mixed(nn.Sequential):
 
 
 def step_parts() -> None:
-    """What a step has not touched need not be kept."""
+    """Weights that a step has not touched need not be kept."""
     model = shard(Mixed(), Sharding(strategy=1, units=(nn.Linear,)))
     kept, overwritten = (fully_shard_optimizer(torch.optim.SGD(layer.parameters(), lr=0.1)) for layer in model.module)
     old = model(INPUTS)

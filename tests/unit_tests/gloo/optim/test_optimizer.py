@@ -183,7 +183,7 @@ def test_step_and_zero_grad_show_their_arguments_and_wrap_once(ranks1):
 
 
 def use_step_arguments():
-    """What each argument leaves undone when it is False. The model does not synchronize by itself.
+    """Work that each argument leaves undone when it is False. The model does not synchronize by itself.
 
     It computes in bf16, so that main weights are separate.
     """
@@ -306,5 +306,5 @@ def train_compiled(what, is_auto):
 def test_the_engine_is_not_compiled_with_its_callers(ranks2, what, is_auto):
     for weights, compiled in ranks2.run(train_compiled, what, is_auto):
         assert_close(weights, plain_weights(KINDS[3], 2))
-        # What calls the functions that are left out, and what a layer computes.
+        # Callers of the functions that are left out, and the output of a layer.
         assert compiled <= {"optim/optimizer.py", "megatron_fsdp.py", "runtime/linear_grads.py"}

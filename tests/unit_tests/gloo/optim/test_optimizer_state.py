@@ -75,7 +75,7 @@ def test_state_follows_the_main_weights_dtype(ranks2):
 
 
 def compare_full_tensors(strategy, make_early):
-    """Whether `full_tensor` of parameters, gradients and state is what one process has."""
+    """True if `full_tensor` of parameters, gradients and state is what one process has."""
     from megatron_fsdp import fully_shard_optimizer
 
     plain, model = build(), build_sharded(strategy, **AUTO)

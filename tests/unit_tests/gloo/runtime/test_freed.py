@@ -87,7 +87,7 @@ USES: list[Callable[[Any, Any], None]] = [
 
 
 def alive_after(use: Callable[[Any, Any], None], strategy: int) -> list[str]:
-    """What is left of a model when its last reference goes after a use."""
+    """Remains of a model when its last reference goes after a use."""
     options = {"report_nan_in_param_grad": True, "sync_model_each_microbatch": True}
     model: Any = shard(Failing(), Sharding(strategy=strategy, units=(MLPBlock,), is_poisoned=False, options=options))
     optimizer = fully_shard_optimizer(torch.optim.Adam(model.parameters()))
@@ -132,7 +132,7 @@ def test_a_deleted_model_is_freed_at_once_after_anything(ranks2: RankPool) -> No
 
 
 def keep_module() -> list[str]:
-    """What of the engine is left when the sharded model goes and the user's own module stays."""
+    """Remains of the engine when the sharded model goes and the user's own module stays."""
     module = TinyMLP()
     model = shard(module, Sharding(units=(MLPBlock,)))
     model(torch.ones(2, 6)).sum().backward()

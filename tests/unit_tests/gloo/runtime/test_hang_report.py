@@ -15,7 +15,7 @@ from tests.unit_tests.harness.sharded import Sharding, shard
 
 
 def job_stand_still() -> tuple[list[str], list[str]]:
-    """What is logged while a unit's forward takes long, and then between two steps."""
+    """Log lines while a unit's forward takes long, and then between two steps."""
     heard: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: heard.append(record.getMessage())

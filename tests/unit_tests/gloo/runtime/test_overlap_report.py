@@ -181,7 +181,7 @@ def test_nothing_is_noted_while_no_report_is_open(ranks1: RankPool) -> None:
 
 
 def job_kept() -> tuple[bool, str, str]:
-    """Whether a model is there after it was deleted while its report was kept; the report; what a second use says."""
+    """True if a model is there after its deletion while its report was kept; the report; the error of a second use."""
     model = build()
     with model.overlap_report() as report:
         step(model)

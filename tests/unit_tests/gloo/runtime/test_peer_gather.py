@@ -160,7 +160,7 @@ class Ranks:
         self._turn.acquire()
 
     def run(self, job: Callable[[int, Races], None]) -> list[str]:
-        """What raced while every rank ran the job."""
+        """Races while every rank ran the job."""
 
         def rank(number: int) -> None:
             with self._turn, self.watches[number]:
@@ -203,7 +203,7 @@ def gathers_in(ranks: Ranks, axis: Axis, shard_nbytes: int) -> PeerGather:
 
 
 def gathered_by_threads() -> list[str]:
-    """What races in gathers of alternating sizes among three ranks; every gather brings what was sent."""
+    """Races in gathers of alternating sizes among three ranks; every gather brings what was sent."""
     ranks = Ranks(SIZE, 8 * NUMEL)
     wrong: list[tuple[int, int]] = []
 
@@ -336,7 +336,7 @@ def test_every_rank_says_why_it_cannot_be(ranks2: RankPool, ranks4: RankPool) ->
 
 
 def job_alone() -> list[str]:
-    """What is said about axes of one rank, which gather nothing."""
+    """Log lines about axes of one rank, which gather nothing."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("outer", "inner"))

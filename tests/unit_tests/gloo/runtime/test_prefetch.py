@@ -1,4 +1,4 @@
-"""How much is gathered ahead and reduced at a time, and modules that are gathered one by one."""
+"""Amounts gathered ahead and reduced at a time, and modules that are gathered one by one."""
 
 import pytest
 import torch

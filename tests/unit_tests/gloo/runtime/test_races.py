@@ -146,7 +146,7 @@ SABOTAGED = {
 
 
 def job_sabotage(sabotages: list[str]) -> dict[str, list[str]]:
-    """What is found without each precaution."""
+    """Races found without each precaution."""
     found = collections.defaultdict(list)
     for sabotage in sabotages:
         for races in job_watch(SABOTAGED.get(sabotage, [case("integers", NARROW, 3)]), sabotage):

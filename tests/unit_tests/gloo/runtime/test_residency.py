@@ -87,7 +87,7 @@ def test_a_budget_that_cannot_be_is_refused(ranks2: RankPool) -> None:
 
 
 def job_warned(*cases: tuple[int, int]) -> list[list[str]]:
-    """What is warned of with each budget under its strategy."""
+    """Warnings with each budget under its strategy."""
     with mock.patch.object(programs.logger, "warning") as warning:
         told = []
         for budget, strategy in cases:
@@ -106,7 +106,7 @@ def test_a_budget_without_effect_is_told_by_the_first_rank(ranks2: RankPool) -> 
 
 
 def job_differing() -> list[bool]:
-    """Whether units stay where ranks have different budgets, all of them large, and one of them small."""
+    """Residence of units where ranks have different budgets, all of them large, and one of them small."""
     wanted = case("integers", EVERYTHING if dist.get_rank() else 10**40, strategy=3)
     small = case("integers", 3 if dist.get_rank() else EVERYTHING, strategy=3)
     kept = []
@@ -117,7 +117,7 @@ def job_differing() -> list[bool]:
 
 
 def test_the_least_budget_of_all_ranks_counts(ranks2: RankPool) -> None:
-    """Where ranks took half of what was free on each, those that kept less waited for the others for ever."""
+    """If ranks took half of the memory free on each, those that kept less would wait for the others for ever."""
     assert ranks2.run(job_differing) == [[True, False]] * 2
 
 

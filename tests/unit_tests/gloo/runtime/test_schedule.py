@@ -65,7 +65,7 @@ def test_a_module_does_not_outlive_its_sharded_model_unnoticed(ranks2: RankPool)
 
 
 def job_reductions(cases: list[tuple[str, int]]) -> list[set[int]]:
-    """How often units are reduced in a second step of each task, with one backward for so many forwards."""
+    """Number of reductions of units in a second step of each task, with one backward for so many forwards."""
     return [set(_reductions(*case).values()) for case in cases]
 
 

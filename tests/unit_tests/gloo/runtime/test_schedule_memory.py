@@ -135,7 +135,7 @@ def test_gradients_have_memory_from_backward_to_zero_grad(
 
 
 def job_leaks(cases: list[Case]) -> list[dict[str, bool]]:
-    """What of each model is still alive when its last reference is gone, with the garbage collector off."""
+    """Parts of each model that are alive when its last reference is gone, with the garbage collector off."""
     gc.collect()
     gc.disable()
     try:

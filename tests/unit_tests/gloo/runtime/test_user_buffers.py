@@ -114,7 +114,7 @@ def job_model(options: dict, strategy: int = 3) -> list[Any]:
 
 #: Two slots for weights, two for gradients, one communicator.
 SLOTS = ["gradients 0.0", "gradients 1.0", "weights 0.0", "weights 1.0"]
-#: What gathers read where main weights have the weights' dtype.
+#: Buffers that gathers read where main weights have the weights' dtype.
 SHARDS = [f"lasting blocks.{number}:0.weight" for number in range(6)]
 
 

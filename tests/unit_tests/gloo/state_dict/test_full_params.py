@@ -85,7 +85,7 @@ def check_reading(cases: list[tuple], dtype: torch.dtype) -> None:
 
 
 def check_writing(cases: list[tuple], dtype: torch.dtype) -> None:
-    """What is written counts from the next forward on, and training goes on from it."""
+    """Written values count from the next forward on, and training goes on from them."""
     for strategy, outer in cases:
         model, bare = built(strategy, outer, dtype)
         pending = model(tokens())

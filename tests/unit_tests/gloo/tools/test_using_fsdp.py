@@ -28,7 +28,7 @@ def run_page() -> dict[str, Any]:
 
 
 def check_page() -> None:
-    """What the page promises of its examples."""
+    """Promises of the page about its examples."""
     names = run_page()
     rank = dist.get_rank()
     assert names["generated"].shape == (1, 5 + 2 * rank)
