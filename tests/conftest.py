@@ -1,6 +1,7 @@
 """Fixtures for every test, pools of gloo ranks, started by the first test that asks for one; seconds per test file."""
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Times files if that was asked for."""
     count, page = config.getoption("--seconds-per-file"), config.getoption("--write-seconds-per-file")
     if count or page:
-        config.pluginmanager.register(FileTimes(count or 20, page), "seconds-per-file")
+        command = shlex.join(["python", "-m", "pytest", *map(str, config.invocation_params.args)])
+        config.pluginmanager.register(FileTimes(count or 20, page, command), "seconds-per-file")
 
 
 @pytest.fixture(scope="session")

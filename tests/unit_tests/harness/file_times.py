@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-COMMAND = "python -m pytest --seconds-per-file 20 --write-seconds-per-file docs/lab/test_times.md"
-
 
 class FileTimes:
     """Pytest plugin that adds up the seconds of each file's tests, fixtures included.
@@ -18,9 +16,10 @@ class FileTimes:
     counts the seconds of its start.
     """
 
-    def __init__(self, count: int, page: Path | None) -> None:
+    def __init__(self, count: int, page: Path | None, command: str) -> None:
         self._count = count
         self._page = page
+        self._command = command
         self._seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
         self._tests: dict[str, set[str]] = {}
 
@@ -54,7 +53,7 @@ class FileTimes:
             f"{machine}. Written by",
             "",
             "```bash",
-            COMMAND,
+            self._command,
             "```",
             "",
             "| file | tests | seconds |",

@@ -139,7 +139,7 @@ def test_a_difference_names_its_step_and_parameter():
 
 
 def test_seconds_are_added_up_by_file():
-    times = FileTimes(count=1, page=None)
+    times = FileTimes(count=1, page=None, command="python -m pytest")
     for nodeid, phase, seconds in (("a.py::x", "setup", 1.0), ("a.py::x", "call", 2.0), ("b.py::y[1]", "call", 2.5)):
         times.pytest_runtest_logreport(
             pytest.TestReport(nodeid, ("", 0, ""), {}, "passed", None, phase, duration=seconds)
