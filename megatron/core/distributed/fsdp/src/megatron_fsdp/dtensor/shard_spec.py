@@ -23,7 +23,7 @@ from megatron_fsdp.runtime.unit import ManagedParam
 from megatron_fsdp.state.flat_buffer import FlatSpan, local_bounds
 from megatron_fsdp.state.param_group import ParamGroup
 from megatron_fsdp.state.param_tags import copy_tags
-from megatron_fsdp.state.tensor_parallel import Stretch, TensorCut, tensor_cut
+from megatron_fsdp.state.tensor_parallel import TpPartition, TpRange
 
 
 class ShardSpec:
@@ -42,7 +42,7 @@ class ShardSpec:
         self.slot = slot
         is_expert = group.spec.is_expert
         self.mesh, dp_ndim, tp_group = _mesh_of(index, is_expert)
-        self.cut_over_tp = tensor_cut(group.params[slot], tp_group)
+        self.cut_over_tp = TpPartition.of(group.params[slot], tp_group)
         self._part_shape = torch.Size(group.layout.slots[slot].shape)
         """Of what this tensor-parallel rank has."""
         self.shape = self.cut_over_tp.whole_shape(self._part_shape)
@@ -113,8 +113,8 @@ class ShardSpec:
         if not cut.is_cut:
             return [whole]
         low, length = starts[cut.dim], self._part_shape[cut.dim]
-        found = list(cut.stretches(low, low + self.local_shape[cut.dim], length))
-        found = found or [Stretch(0, cut.rank * length + low, 0)]
+        found = list(cut.ranges(low, low + self.local_shape[cut.dim], length))
+        found = found or [TpRange(0, cut.rank * length + low, 0)]
         return [whole.along(cut.dim, *stretch) for stretch in found]
 
     @property
@@ -217,7 +217,7 @@ def tensor_parallel_group(index: FSDPDistributedIndex, is_expert: bool = False) 
     return mesh.get_group() if mesh is not None and mesh.size() > 1 else None
 
 
-def _placements(pairs: Sequence[Placement], inner_size: int, cut: TensorCut) -> tuple[TensorPlacement, ...]:
+def _placements(pairs: Sequence[Placement], inner_size: int, cut: TpPartition) -> tuple[TensorPlacement, ...]:
     """torch's placements, from the right: each axis that cuts rows cuts what axes to its right have cut."""
     tp = () if cut.group is None else (Replicate() if cut.dim is None else Shard(cut.dim),)
     pieces = cut.size if cut.is_cut and cut.dim == 0 else 1

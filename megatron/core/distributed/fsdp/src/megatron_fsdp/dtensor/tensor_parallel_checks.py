@@ -14,7 +14,7 @@ from megatron_fsdp.dtensor.uneven_gather import largest_on
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.runtime.unit import ManagedParam
 from megatron_fsdp.state.param_tags import is_expert_param
-from megatron_fsdp.state.tensor_parallel import TensorCut, local_part, tensor_cut
+from megatron_fsdp.state.tensor_parallel import TpPartition, local_part
 
 
 def check_tensor_parallel(params: Iterable[ManagedParam], index: FSDPDistributedIndex) -> None:
@@ -34,7 +34,7 @@ def check_tensor_parallel(params: Iterable[ManagedParam], index: FSDPDistributed
         if mesh is None or mesh.size() == 1:
             continue
         _check_mesh(index, is_expert)
-        _check_cut(param.fqn, param.unsharded, tensor_cut(param.unsharded, mesh.get_group()))
+        _check_cut(param.fqn, param.unsharded, TpPartition.of(param.unsharded, mesh.get_group()))
 
 
 def _check_experts(index: FSDPDistributedIndex) -> None:
@@ -71,7 +71,7 @@ def _check_dtensor(name: str, param: DTensor, mesh: DeviceMesh | None) -> None:
         raise ValueError(f"{name} is a DTensor placed as {param.placements[0]}; expected Replicate or Shard.")
 
 
-def _check_cut(name: str, param: nn.Parameter, cut: TensorCut) -> None:
+def _check_cut(name: str, param: nn.Parameter, cut: TpPartition) -> None:
     if not cut.is_cut:
         return
     part = local_part(param).shape

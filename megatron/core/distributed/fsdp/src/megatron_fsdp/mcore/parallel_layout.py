@@ -1,16 +1,10 @@
 """How megatron-core laid out a parameter: whole or split over tensor-parallel ranks, dense or expert."""
 
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 
-from megatron_fsdp.state.tensor_parallel import tagged_dim
-
-TensorParallelMode = Literal["column", "row", "replicated"]
-
-#: The dim that each mode splits over the tensor-parallel ranks.
-PARTITION_DIM: dict[TensorParallelMode, int | None] = {"column": 0, "row": 1, "replicated": None}
+from megatron_fsdp.state.tensor_parallel import PARTITION_DIM, TensorParallelMode, tagged_dim
 
 _MODE_BY_CLASS: dict[str, TensorParallelMode] = {
     "ColumnParallelLinear": "column",

@@ -1,10 +1,10 @@
-"""How a parameter is spread over tensor-parallel ranks, as torch's DTensor or megatron-core's tags say it."""
+"""Partition of parameters over tensor-parallel ranks, from torch's DTensor or megatron-core's tags."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.machine.torch_compat import local_tensor, sharded_dim, waited
 
-#: What the adapter for megatron-core has found out about a parameter -> the dim that its ranks split.
-_DIM_BY_MODE: dict[str, int | None] = {"column": 0, "row": 1, "replicated": None}
+TensorParallelMode = Literal["column", "row", "replicated"]
+#: The dim of a parameter that tensor-parallel ranks split in each of megatron-core's modes.
+PARTITION_DIM: dict[TensorParallelMode, int | None] = {"column": 0, "row": 1, "replicated": None}
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor-parallel tensor: what lies inside a DTensor; any other tensor as it is."""
+    """This rank's part of a tensor-parallel tensor: the local tensor of a DTensor; any other value as it is."""
     return waited(local_tensor(tensor)) if isinstance(tensor, DTensor) else tensor
 
 
@@ -28,8 +29,8 @@ def in_form_of(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False)
 
 
-class Stretch(NamedTuple):
-    """A run of indices along the split dim that lie together in the local and in the whole tensor."""
+class TpRange(NamedTuple):
+    """Consecutive indices along the split dim that are consecutive in the local and in the whole tensor."""
 
     local: int
     whole: int
@@ -37,8 +38,8 @@ class Stretch(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorCut:
-    """How one parameter is cut over tensor-parallel ranks, all of which have equal parts."""
+class TpPartition:
+    """Partition of one parameter over tensor-parallel ranks, all of which have equal parts."""
 
     group: dist.ProcessGroup | None
     """The ranks; None: there is no such axis."""
@@ -49,6 +50,14 @@ class TensorCut:
     blocks: int = 1
     """The dim is made of so many blocks, each of which is cut over the ranks (megatron-core's `partition_stride`): of a
     gated layer's [gate; up] rank r has [gate_r; up_r]."""
+
+    @classmethod
+    def of(cls, param: torch.Tensor, group: dist.ProcessGroup | None) -> TpPartition:
+        """The partition of `param` over `group`; without DTensor or tag every rank has all of it."""
+        if group is None:  # tags mean nothing then
+            return cls(None, 0, 1, None)
+        blocks = 1 if isinstance(param, DTensor) else max(getattr(param, "partition_stride", 1), 1)
+        return cls(group, group.rank(), group.size(), split_dim(param), blocks)
 
     @property
     def is_cut(self) -> bool:
@@ -79,25 +88,14 @@ class TensorCut:
         stacked = stacked.unflatten(0, (self.size, self.blocks, -1)).transpose(0, 1)
         return stacked.flatten(0, 2).movedim(0, self.dim).contiguous()
 
-    def stretches(self, low: int, high: int, length: int) -> Iterator[Stretch]:
-        """Where indices [low, high) of the local split dim, which has `length`, lie in the whole one."""
+    def ranges(self, low: int, high: int, length: int) -> Iterator[TpRange]:
+        """Positions in the whole dim of the indices [low, high) of the local split dim, which has `length`."""
         block = length // self.blocks
         for number in range(self.blocks):
             first, last = max(low, number * block), min(high, (number + 1) * block)
             if first < last:
                 start = (number * self.size + self.rank) * block
-                yield Stretch(first - low, start + first - number * block, last - first)
-
-
-def tensor_cut(param: torch.Tensor, group: dist.ProcessGroup | None) -> TensorCut:
-    """How `param` is cut over the tensor-parallel `group`; without DTensor or tag every rank has all of it."""
-    if group is None:  # tags mean nothing then
-        return TensorCut(None, 0, 1, None, 1)
-    size, rank = group.size(), group.rank()
-    dim, blocks = split_dim(param), 1
-    if dim is not None and not isinstance(param, DTensor):
-        blocks = max(getattr(param, "partition_stride", 1), 1)
-    return TensorCut(group, rank, size, dim, blocks)
+                yield TpRange(first - low, start + first - number * block, last - first)
 
 
 def split_dim(param: torch.Tensor) -> int | None:
@@ -105,9 +103,7 @@ def split_dim(param: torch.Tensor) -> int | None:
     if isinstance(param, DTensor):
         return sharded_dim(param.placements[0])
     mode = getattr(param, "_tensor_parallel_mode", None)
-    if mode in _DIM_BY_MODE:
-        return _DIM_BY_MODE[mode]
-    return tagged_dim(param)
+    return PARTITION_DIM[mode] if mode in PARTITION_DIM else tagged_dim(param)
 
 
 def tagged_dim(param: torch.Tensor) -> int | None:
