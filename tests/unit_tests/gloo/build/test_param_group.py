@@ -155,7 +155,7 @@ def test_equal_dtypes_share_one_storage_and_bytes_are_counted_once(ranks2, inner
 
 
 def watch_transitions(inner):
-    """Which transitions communicate, and what storage is left between them."""
+    """Communication of each transition, and the storage that is left between them."""
     group = make_group(inner, "no_shard", pool=StoragePool())
     with no_collectives():
         group.install()

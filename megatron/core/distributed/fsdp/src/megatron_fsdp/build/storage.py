@@ -83,7 +83,7 @@ def storage_needs(unit: Unit) -> Needs:
 
 
 def _weights(unit: Unit) -> Needs:
-    return tuple((group.key, group.gathered_nbytes) for group in unit.groups if group.gathered_nbytes)
+    return tuple((group.weight_key, group.gathered_nbytes) for group in unit.groups if group.gathered_nbytes)
 
 
 def _grads(unit: Unit) -> Needs:

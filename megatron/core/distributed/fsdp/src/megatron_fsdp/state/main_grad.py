@@ -71,10 +71,8 @@ class MainGrad:
         """The reduced part of an earlier cycle, to be added again; afterwards kept for the stream that allocated it."""
         # Every backward and every attachment needs the span of every parameter, and the host must run ahead.
         self._spans = [FlatSpan.of(slot.shape, slot.start) for slot in spec.layout.slots]
-        final, first = self.final, self.final.bounds[0] - self.buffer.bounds[0]
-        local_spans = map(final.span, range(len(self._spans)))
-        self._final_spans = [span._replace(start=first + span.start) for span in local_spans]
-        """This rank's rows of the final gradient, in the data of `buffer`."""
+        self._final_spans = list(map(self.final.span, range(len(self._spans))))
+        """This rank's rows, in the data of `final`."""
         self._sharded: Sequence[torch.nn.Parameter] = ()
         self._attribute = "grad"
         self._attached: dict[int, DTensor] = {}
@@ -293,7 +291,7 @@ class MainGrad:
             RuntimeError: a parameter has a gradient of the user's and one in the buffer.
         """
         self.note_dropped()
-        is_final = self.state is GradState.FINAL
+        is_final, data = self.state is GradState.FINAL, self.final.data
         for slot, param in enumerate(self._sharded):
             view = self._attached.get(slot)
             if param.grad is not None and param.grad is not view:
@@ -308,7 +306,7 @@ class MainGrad:
                 view = None
                 self._attached.pop(slot, None)
             elif view is None:
-                view = param.megatron_fsdp_spec.wrap_grad(self.buffer.data, self._final_spans[slot])
+                view = param.megatron_fsdp_spec.wrap_grad(data, self._final_spans[slot])
                 self._attached[slot] = view
             setattr(param, self._attribute, view)
         self.is_current = is_final
@@ -337,11 +335,12 @@ class MainGrad:
         self.buffer.free()
         self.allocate()
         self.buffer.data.copy_(old)
+        final = self.final
         for slot, view in self._attached.items():
-            local_tensor(view).set_(self._final_spans[slot].alone(self.buffer.data))
-        parts = [self.final if self.state is GradState.FINAL else self.buffer]
+            local_tensor(view).set_(self._final_spans[slot].alone(final.data))
+        parts = [final if self.state is GradState.FINAL else self.buffer]
         if self._aside is not None:
-            parts.append(dataclasses.replace(self.final, data=self._aside))
+            parts.append(dataclasses.replace(final, data=self._aside))
         zero_each(part.view(slot) for part in parts for slot in self.dropped)
 
     def detach(self, chosen: Collection[int] | None) -> list[int]:

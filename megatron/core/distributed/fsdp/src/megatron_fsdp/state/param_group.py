@@ -33,13 +33,13 @@ class ParamGroup:
         # Where the two differ only by dtype, keeping the compute weight's shard would be memory for nothing.
         can_cast = spec.codec.is_cast and not self._shares_main
         self._casts_in_gather = can_cast and plan.gathers_weights and plan.weight == plan.main_weight
-        self.key = f"{spec.name}.weight"
+        self.weight_key = f"{spec.name}.weight"
         """The pool's name for the storage of the gathered weight."""
         self.model_weight_buffer = spec.new_buffer(plan.weight, dtype)
         """The resting compute weight; without memory where gathers cast the main weight."""
         if not self._casts_in_gather:
             is_sent = plan.gathers_weights or plan.gathers_after_install
-            with pool.lasting(self.key, self.model_weight_buffer.nbytes if is_sent else 0):
+            with pool.lasting(self.weight_key, self.model_weight_buffer.nbytes if is_sent else 0):
                 self.model_weight_buffer.allocate()
         if self._shares_main:
             self.main_weight_buffer = self.model_weight_buffer.part(plan.main_weight)
@@ -49,7 +49,7 @@ class ParamGroup:
         self._full = self.model_weight_buffer
         """The whole weight: the resting weight itself, or storage from the pool that is there only while needed."""
         if plan.gathers_weights:
-            data = pool.reserve(self.key, spec.layout.size, dtype, spec.device)
+            data = pool.reserve(self.weight_key, spec.layout.size, dtype, spec.device)
             self._full = FlatBuffer(spec.layout, spec.axes, REPLICATED, data)
         self._shards = [] if self._casts_in_gather else self._make_shards()
         self.main_grad = MainGrad(spec, pool) if spec.requires_grad else None
@@ -69,7 +69,7 @@ class ParamGroup:
 
     @property
     def gathered_nbytes(self) -> int:
-        """Bytes of the storage that a gather takes from the pool under `key`; 0 where the weight rests whole."""
+        """Bytes of the storage that a gather takes from the pool under `weight_key`; 0 where the weight rests whole."""
         return self._full.nbytes if self.plan.gathers_weights else 0
 
     @property
