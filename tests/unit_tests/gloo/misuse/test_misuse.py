@@ -189,7 +189,7 @@ def drop_gradients(changes: bool) -> None:
 
 def look_whether_weights_are_watched() -> tuple[bool, list[bool]]:
     """With an optimizer that is known, and with none, after each of some cycles."""
-    from megatron_fsdp.diagnostics.step_guard import FIRST_CYCLES
+    from megatron_fsdp.diagnostics.guards import FIRST_CYCLES
 
     known, _ = sharded()
     model = fully_shard_model(nn.Linear(4, 3), zero_dp_strategy=2)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_fsdp.diagnostics.forward_guard import ForwardGuard
+from megatron_fsdp.diagnostics.guards import ForwardGuard
 from megatron_fsdp.diagnostics.hang_report import report_hangs
 from megatron_fsdp.diagnostics.refusals import refuse_hooks, refuse_moves
 from megatron_fsdp.runtime.hooks import install_hooks

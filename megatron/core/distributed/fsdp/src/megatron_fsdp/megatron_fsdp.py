@@ -20,9 +20,9 @@ from megatron_fsdp.build.check_arguments import check_arguments
 from megatron_fsdp.build.find_units import UnitPlan
 from megatron_fsdp.build.storage import make_pool, prepare
 from megatron_fsdp.config import DEFAULT_POLICY, DistributedDataParallelConfig, MixedPrecisionPolicy, default_config
+from megatron_fsdp.diagnostics.guards import StepGuard
 from megatron_fsdp.diagnostics.nan_report import NanReport, NonFiniteGradientError
 from megatron_fsdp.diagnostics.overlap_report import OverlapReport
-from megatron_fsdp.diagnostics.step_guard import StepGuard
 from megatron_fsdp.diagnostics.summary import build_summary
 from megatron_fsdp.dtensor.shard_spec import make_sharded_param, tensor_parallel_group
 from megatron_fsdp.dtensor.tensor_parallel_checks import check_replicas, check_tensor_parallel
