@@ -147,7 +147,9 @@ class MegatronFSDP(nn.Module):
             schedule, request.pool, use_decoupled_grad=config.use_decoupled_grad
         )
         schedule.on_auto_sync = lambda: owner().finish_grad_sync()  # keeps no model alive
-        self._nan_report = NanReport.wanted(schedule, self.dist_index, config)
+        self._nan_report = None
+        if config.checks_grads:
+            self._nan_report = NanReport(schedule, self.dist_index, blames_ranks=config.blames_ranks)
         self.step_guard = StepGuard(schedule)
         self.state_dict_hooks = attach(self.module, schedule, owner)
         machine.empty_cache()

@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 def report_hangs(schedule: Schedule, after_s: float) -> None:
-    """Warns once whenever no unit has been entered or left for `after_s` seconds; the ranks' lines are to be compared.
+    """Warns once whenever no unit has been entered or left for `after_s` seconds; compare the lines of all ranks.
 
-    The first rank whose pass, operation or event differs from the others' is where to look. No collective is involved,
-    and nothing is asked of the device: a host that waits for it is between two passes.
+    Look first at the rank whose pass, operation or event differs from the others'. The report communicates nothing and
+    does not ask the device: a host that waits for the device is between two passes.
     """
     reference = weakref.ref(schedule)
     threading.Thread(target=_watch, args=(reference, after_s), name="megatron_fsdp hang report", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Methods of a sharded model's own objects that refuse what torch would do wrongly or explain badly."""
+"""Refusals: methods of sharded parameters and modules that raise where torch would be silently wrong or unclear."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def _refuse_hook(method: str, fqn: str, hook: Any) -> NoReturn:
 
 
 def refuse_moves(module: nn.Module, owner: Callable[[], nn.Module | None]) -> None:
-    """Makes moves and casts of the module inside a sharded model, `owner`, do as those of the model.
+    """Passes moves and casts of the module inside a sharded model, `owner`, on to the model.
 
     torch would replace the shards one by one, fail at the first with a message about swapping, and do so even where
-    nothing would change. Neither is kept alive by this.
+    nothing would change. References to both are weak.
     """
     module._apply = functools.partial(_apply_as_owner, weakref.ref(module), owner)
 
