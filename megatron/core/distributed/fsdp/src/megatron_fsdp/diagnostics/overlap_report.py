@@ -6,12 +6,11 @@ import collections
 import dataclasses
 import re
 import weakref
-from collections.abc import Iterable
-from types import TracebackType
+from collections.abc import Iterable, Sequence
 
 from megatron_fsdp.machine.device import PeakMemory
 from megatron_fsdp.runtime.schedule import Schedule
-from megatron_fsdp.runtime.timeline import Kind, Spent
+from megatron_fsdp.runtime.timeline import Kind
 
 _MIB = 2**20
 _OUTSIDE = "(outside units)"
@@ -19,7 +18,7 @@ _OUTSIDE = "(outside units)"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Times:
-    """What one unit, or all, took on this rank, in ms. Streams run side by side: only compute and exposed add up."""
+    """Times of one unit, or of all, on this rank, in ms. Streams run side by side: only compute and exposed add up."""
 
     label: str
     """The unit's name; with a `*` for numbers where several are one row."""
@@ -41,12 +40,8 @@ class Times:
 
     def __add__(self, other: Times) -> Times:
         """Both as one row, under this one's name."""
-        values = dataclasses.asdict(self) | {
-            field.name: getattr(self, field.name) + getattr(other, field.name)
-            for field in dataclasses.fields(self)
-            if field.name != "label"
-        }
-        return Times(**values)
+        names = [field.name for field in dataclasses.fields(self) if field.name != "label"]
+        return dataclasses.replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 class OverlapReport:
@@ -78,15 +73,18 @@ class OverlapReport:
         schedule.watch.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         schedule, self._schedule = self._schedule, None
         if kind is not None:
             schedule.watch.forget()
             return
         spent = schedule.watch.stop()
-        self._rows = rows_of(spent, [unit.label for unit in schedule.units])
+        sums = {label: collections.Counter() for label in (*(unit.label for unit in schedule.units), _OUTSIDE)}
+        for (unit, work), time_ms in spent.busy.items():
+            sums[unit.label if unit is not None else _OUTSIDE][f"{work.value}_ms"] += time_ms
+        for (unit, _), time_ms in spent.exposed.items():
+            sums[unit.label if unit is not None else _OUTSIDE]["exposed_ms"] += time_ms
+        self._rows = tuple(Times(label=label, **times) for label, times in sums.items())
         self.peak_memory = schedule.device.peak_memory()
 
     @property
@@ -103,20 +101,33 @@ class OverlapReport:
 
     def short(self) -> str:
         """As `str()`, units whose names differ only in numbers in one row."""
-        return _table(folded(self.rows), self.total, self.peak_memory)
+        return self._table(folded(self.rows))
 
     def __str__(self) -> str:
-        return _table(self.rows, self.total, self.peak_memory)
+        return self._table(self.rows)
 
-
-def rows_of(spent: Spent, labels: Iterable[str]) -> tuple[Times, ...]:
-    """One row for each of `labels`, and one for what was spent for no unit."""
-    sums: dict[str, dict[str, float]] = {label: collections.defaultdict(float) for label in (*labels, _OUTSIDE)}
-    for (unit, kind), time_ms in spent.busy.items():
-        sums[_OUTSIDE if unit is None else unit.label][f"{kind.value}_ms"] += time_ms
-    for (unit, _), time_ms in spent.exposed.items():
-        sums[_OUTSIDE if unit is None else unit.label]["exposed_ms"] += time_ms
-    return tuple(Times(label=label, **times) for label, times in sums.items())
+    def _table(self, rows: Iterable[Times]) -> str:
+        total, memory = self.total, self.peak_memory
+        time_ms = total.compute_ms + total.exposed_ms
+        head = (
+            f"{time_ms:.1f} ms: {total.compute_ms:.1f} compute, {total.exposed_ms:.1f} exposed communication "
+            f"({total.exposed_ms / time_ms:.1%}); {total.communication_ms:.1f} ms of communication"
+        )
+        if total.communication_ms:
+            head += f", {1 - min(total.exposed_ms / total.communication_ms, 1):.0%} of it hidden"
+        if memory is not None:
+            head += (
+                f"; peak memory {memory.allocated / _MIB:.0f} MiB allocated, {memory.reserved / _MIB:.0f} MiB reserved"
+            )
+        columns = (*(kind.value for kind in Kind), "exposed")
+        lines = [
+            (
+                f"{row.label} x{row.count}" if row.count > 1 and row is not total else row.label,
+                *(f"{getattr(row, f'{column}_ms'):.2f}" for column in columns),
+            )
+            for row in (*rows, total)
+        ]
+        return f"{head}\n{table([('ms', *columns), *lines])}"
 
 
 def folded(rows: Iterable[Times]) -> list[Times]:
@@ -128,24 +139,7 @@ def folded(rows: Iterable[Times]) -> list[Times]:
     return list(together.values())
 
 
-def _table(rows: Iterable[Times], total: Times, memory: PeakMemory | None) -> str:
-    time_ms = total.compute_ms + total.exposed_ms
-    head = (
-        f"{time_ms:.1f} ms: {total.compute_ms:.1f} compute, {total.exposed_ms:.1f} exposed communication "
-        f"({total.exposed_ms / time_ms:.1%}); {total.communication_ms:.1f} ms of communication"
-    )
-    if total.communication_ms:
-        head += f", {1 - min(total.exposed_ms / total.communication_ms, 1):.0%} of it hidden"
-    if memory is not None:
-        head += f"; peak memory {memory.allocated / _MIB:.0f} MiB allocated, {memory.reserved / _MIB:.0f} MiB reserved"
-    names = [f"{row.label} x{row.count}" if row.count > 1 else row.label for row in (*rows, total)]
-    names[-1] = total.label
-    width = max(map(len, names))
-    columns = " ".join(f"{name:>9}" for name in (*(kind.value for kind in Kind), "exposed"))
-    lines = [f"{name:<{width}} {_figures(row)}" for name, row in zip(names, (*rows, total), strict=True)]
-    return "\n".join([head, f"{'ms':<{width}} {columns}", *lines])
-
-
-def _figures(row: Times) -> str:
-    values = (row.compute_ms, row.gather_ms, row.reduce_ms, row.outer_ms, row.exposed_ms)
-    return " ".join(f"{value:9.2f}" for value in values)
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Lines of aligned cells, the first column to the left, the others to the right; `rows` begin with the header."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
