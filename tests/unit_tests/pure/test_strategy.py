@@ -14,7 +14,7 @@ from megatron_fsdp.plan.strategy import (
     RESTING,
     AxisPair,
     Placement,
-    moves,
+    collective_steps,
     plan_for,
     shards_are_contiguous,
 )
@@ -118,10 +118,12 @@ def test_each_strategy_keeps_less_than_the_one_before():
 
 
 def test_steps_cut_inner_first_and_gather_outer_first():
-    assert moves(PARTIAL, AxisPair(S, S)) == ((1, P, S), (0, P, S))
-    assert moves(AxisPair(S, S), REPLICATED) == ((0, S, R), (1, S, R))
-    assert moves(AxisPair(P, S), AxisPair(R, S)) == ((0, P, R),)
-    assert moves(REPLICATED, REPLICATED) == ()
+    cut = (1, "reduce_scatter", AxisPair(P, S)), (0, "reduce_scatter", AxisPair(S, S))
+    assert collective_steps(PARTIAL, AxisPair(S, S)) == cut
+    gathered = (0, "all_gather", AxisPair(R, S)), (1, "all_gather", REPLICATED)
+    assert collective_steps(AxisPair(S, S), REPLICATED) == gathered
+    assert collective_steps(AxisPair(P, S), AxisPair(R, S)) == ((0, "all_reduce", AxisPair(R, S)),)
+    assert collective_steps(REPLICATED, REPLICATED) == ()
 
 
 def test_the_simulation_knows_the_same_collectives():

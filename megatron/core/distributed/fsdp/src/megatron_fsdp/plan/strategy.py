@@ -152,18 +152,6 @@ def plan_for(inner: str, outer: str = NO_SHARD, *, inner_size: int = 2, outer_si
     return StrategyPlan(**pairs)
 
 
-@functools.cache
-def moves(source: AxisPair, target: AxisPair) -> tuple[tuple[int, Placement, Placement], ...]:
-    """Single-axis steps (axis, from, to) that take a buffer from `source` to `target`; axis 0 is the outer one.
-
-    Towards SHARD the inner axis is cut first, towards REPLICATE the outer axis is gathered first: the global order of
-    shards is inner-major, so any other order would leave a rank with a piece that is not contiguous.
-    """
-    gathers = any(a is S and b is R for a, b in zip(source, target, strict=True))
-    order = (0, 1) if gathers else (1, 0)
-    return tuple((axis, source[axis], target[axis]) for axis in order if source[axis] is not target[axis])
-
-
 #: The collective behind each legal single-axis step.
 COLLECTIVE: dict[tuple[Placement, Placement], str] = {
     (S, R): "all_gather",
@@ -171,3 +159,32 @@ COLLECTIVE: dict[tuple[Placement, Placement], str] = {
     (P, S): "reduce_scatter",
     (R, S): "slice",
 }
+
+
+class CollectiveStep(NamedTuple):
+    """One collective over one axis."""
+
+    axis: int
+    """0: the outer one."""
+    collective: str
+    placement: AxisPair
+    """Of the buffer after it."""
+
+
+@functools.cache
+def collective_steps(source: AxisPair, target: AxisPair) -> tuple[CollectiveStep, ...]:
+    """The collectives that take a buffer from `source` to `target`.
+
+    Towards SHARD the inner axis is cut first, towards REPLICATE the outer axis is gathered first: the global order of
+    shards is inner-major, so any other order would leave a rank with a piece that is not contiguous.
+
+    Raises:
+        KeyError: no collective does that on one of the axes.
+    """
+    gathers = any(a is S and b is R for a, b in zip(source, target, strict=True))
+    steps, placement = [], source
+    for axis in (0, 1) if gathers else (1, 0):
+        if source[axis] is not target[axis]:
+            placement = placement._replace(**{placement._fields[axis]: target[axis]})
+            steps.append(CollectiveStep(axis, COLLECTIVE[source[axis], target[axis]], placement))
+    return tuple(steps)

@@ -13,7 +13,7 @@ from megatron_fsdp.machine import collectives
 from megatron_fsdp.machine.collectives import NO_SCALE, Axis, GradScale
 from megatron_fsdp.machine.copy_engine import PeerGather
 from megatron_fsdp.plan.layout import Layout, RowRange
-from megatron_fsdp.plan.strategy import COLLECTIVE, AxisPair, Placement, moves
+from megatron_fsdp.plan.strategy import AxisPair, Placement, collective_steps
 
 Axes = tuple[Axis, Axis]
 """The (outer, inner) data-parallel axes."""
@@ -137,47 +137,28 @@ class FlatBuffer:
             peers: gathers over the inner axis, casting where `source` has another dtype; None: collectives do.
         """
         held = source.data
-        for stage in _stages(source.placement, self.placement):
-            assert stage.collective == "all_gather", (source.placement, self.placement)
-            # Every stage but the last lands in its own slice of this buffer, so no stage needs memory of its own.
-            target = self.part(stage.placement).data
-            if stage.axis == INNER and peers is not None:
+        for step in collective_steps(source.placement, self.placement):
+            assert step.collective == "all_gather", (source.placement, self.placement)
+            # Every step but the last lands in its own slice of this buffer, so none needs memory of its own.
+            target = self.part(step.placement).data
+            if step.axis == INNER and peers is not None:
                 peers.gather(target, held)
             else:
-                _all_gather(target, held, self.axes[stage.axis])
+                _all_gather(target, held, self.axes[step.axis])
             held = target
 
     def reduce_to(self, placement: AxisPair, scale: GradScale = NO_SCALE) -> FlatBuffer:
         """Reduces in place to `placement` and returns that part of this buffer. **Collective**; overwrites the rest."""
         current = self
-        for stage in _stages(self.placement, placement):
-            target = current.part(stage.placement)
-            if stage.collective == "all_reduce":
-                collectives.all_reduce(target.data, self.axes[stage.axis], scale)
+        for step in collective_steps(self.placement, placement):
+            target = current.part(step.placement)
+            if step.collective == "all_reduce":
+                collectives.all_reduce(target.data, self.axes[step.axis], scale)
             else:
-                assert stage.collective == "reduce_scatter", (self.placement, placement)
-                collectives.reduce_scatter(target.data, current.data, self.axes[stage.axis], scale)
+                assert step.collective == "reduce_scatter", (self.placement, placement)
+                collectives.reduce_scatter(target.data, current.data, self.axes[step.axis], scale)
             current, scale = target, scale.for_the_rest
         return current
-
-
-class _Stage(NamedTuple):
-    """One collective over one axis."""
-
-    axis: int
-    collective: str
-    placement: AxisPair
-    """Of the buffer after it."""
-
-
-@functools.cache
-def _stages(source: AxisPair, target: AxisPair) -> tuple[_Stage, ...]:
-    """The collectives that take a buffer from `source` to `target`."""
-    stages, placement = [], source
-    for axis, before, after in moves(source, target):
-        placement = placement._replace(**{placement._fields[axis]: after})
-        stages.append(_Stage(axis, COLLECTIVE[before, after], placement))
-    return tuple(stages)
 
 
 def _all_gather(out: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
