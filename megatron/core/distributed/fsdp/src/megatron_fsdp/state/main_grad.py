@@ -181,19 +181,24 @@ class MainGrad:
             held = self._unstage()
             self._stage().data.copy_(held.data)  # gradients of fused kernels may be nowhere else
 
-    def _write(self, target: FlatBuffer, *, accumulate: bool) -> None:
-        """Moves `param.grad` of every parameter into `target`, which is whole, in one batched copy or addition."""
-        views, grads, untouched = [], [], []
+    def _take_grads(self) -> list[torch.Tensor | None]:
+        """Takes the gradients off the parameters; those of fused kernels lie in the staged gradients already."""
         with without_overrides():
-            found = [param.grad for param in self._spec.params]
-            for param in self._spec.params:
+            grads = [param.grad for param in self._spec.params]
+            for slot, param in enumerate(self._spec.params):
                 param.grad = None
-        for slot, (span, param, grad) in enumerate(zip(self._spans, self._spec.params, found, strict=True)):
-            if getattr(param, "grad_added_to_main_grad", False):
-                param.grad_added_to_main_grad = False
-            elif grad is not None:
+                if getattr(param, "grad_added_to_main_grad", False):
+                    param.grad_added_to_main_grad = False
+                    grads[slot] = self.staged_grad(slot)
+        return grads
+
+    def _write(self, target: FlatBuffer, *, accumulate: bool) -> None:
+        """Moves the gradient of every parameter into `target`, which is whole, in one batched copy or addition."""
+        views, grads, untouched = [], [], []
+        for span, grad in zip(self._spans, self._take_grads(), strict=True):
+            if grad is not None:
                 view, grad = span.view(target.data), local_part(grad)
-                if slot not in self._wgrads or grad.data_ptr() != view.data_ptr():  # not computed in place
+                if grad.data_ptr() != view.data_ptr():  # not computed in place
                     views.append(view)
                     grads.append(grad)
             elif not accumulate:
@@ -377,10 +382,7 @@ class MainGrad:
 
     def discard(self) -> None:
         """Forgets the gradients of a backward that was interrupted."""
-        for param in self._spec.params:
-            param.grad = None
-            if hasattr(param, "grad_added_to_main_grad"):
-                param.grad_added_to_main_grad = False
+        self._take_grads()
         self._unstage()
 
     def reset(self) -> None:

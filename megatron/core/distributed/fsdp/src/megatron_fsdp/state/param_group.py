@@ -24,15 +24,18 @@ class ParamGroup:
     """
 
     def __init__(self, spec: GroupSpec, pool: StoragePool):
-        plan = spec.plan
+        plan, dtype = spec.plan, spec.codec.storage_dtype(spec.params[0])
         self.spec, self.plan, self.layout, self.params = spec, plan, spec.layout, spec.params
         self.requires_grad = spec.requires_grad
         self._pool = pool
-        dtype = spec.codec.storage_dtype(spec.params[0])
-        self._shares_main = dtype == spec.main_dtype
+        shares_main = dtype == spec.main_dtype
         # Where the two differ only by dtype, keeping the compute weight's shard would be memory for nothing.
-        can_cast = spec.codec.is_cast and not self._shares_main
+        can_cast = spec.codec.is_cast and not shares_main
         self._casts_in_gather = can_cast and plan.gathers_weights and plan.weight == plan.main_weight
+        self.keeps_installed = not (shares_main or self._casts_in_gather)
+        """Compute weights have memory of their own: they keep the installed values while the main weight changes."""
+        self.loses_writes = plan.gathers_weights or not shares_main
+        """The next gather or install overwrites what a forward writes into its weights."""
         self.weight_key = f"{spec.name}.weight"
         """The pool's name for the storage of the gathered weight."""
         self.model_weight_buffer = spec.new_buffer(plan.weight, dtype)
@@ -41,7 +44,7 @@ class ParamGroup:
             is_sent = plan.gathers_weights or plan.gathers_after_install
             with pool.lasting(self.weight_key, self.model_weight_buffer.nbytes if is_sent else 0):
                 self.model_weight_buffer.allocate()
-        if self._shares_main:
+        if shares_main:
             self.main_weight_buffer = self.model_weight_buffer.part(plan.main_weight)
         else:
             self.main_weight_buffer = spec.new_buffer(plan.main_weight, spec.main_dtype)
@@ -85,23 +88,13 @@ class ParamGroup:
     @property
     def persistent_nbytes(self) -> int:
         """Bytes that this rank always holds, optimizer state not counted."""
-        weight = 0 if self._casts_in_gather else self.model_weight_buffer.nbytes
-        return weight + (0 if self._shares_main else self.main_weight_buffer.nbytes)
+        main, weight = self.main_weight_buffer.nbytes, self.model_weight_buffer.nbytes
+        return main + weight if self.keeps_installed else main if self._casts_in_gather else weight
 
     @property
     def grad_nbytes(self) -> int:
         """Bytes of the accumulated gradient, which this rank holds from the first backward to `zero_grad`."""
         return self.main_grad_buffer.nbytes if self.main_grad_buffer is not None else 0
-
-    @property
-    def loses_writes(self) -> bool:
-        """The next gather or install overwrites what a forward writes into its weights."""
-        return self.plan.gathers_weights or not self._shares_main
-
-    @property
-    def keeps_installed(self) -> bool:
-        """Compute weights have memory of their own: they keep the installed values while the main weight changes."""
-        return not (self._shares_main or self._casts_in_gather)
 
     @property
     def needs_gather(self) -> bool:
