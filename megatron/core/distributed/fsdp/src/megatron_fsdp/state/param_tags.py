@@ -1,4 +1,4 @@
-"""Attributes of a Parameter that must survive its replacement, and what users say with them about sharding."""
+"""Parameter tags: attributes of a Parameter that survive its replacement, and the users' marks for sharding."""
 
 from __future__ import annotations
 
@@ -57,13 +57,10 @@ def fsdp_single_owner(module_or_param: torch.nn.Module | torch.nn.Parameter) -> 
 
 
 def _tag(module_or_param: torch.nn.Module | torch.nn.Parameter, tag: str, function: str) -> None:
-    if isinstance(module_or_param, torch.nn.Module):
-        params = list(module_or_param.parameters())
-    elif isinstance(module_or_param, torch.nn.Parameter):
-        params = [module_or_param]
-    else:
+    if not isinstance(module_or_param, (torch.nn.Module, torch.nn.Parameter)):
         raise TypeError(f"{function} expects a Module or a Parameter, got {type(module_or_param).__name__}.")
-    for param in params:
+    is_module = isinstance(module_or_param, torch.nn.Module)
+    for param in module_or_param.parameters() if is_module else [module_or_param]:
         setattr(param, tag, True)
 
 
