@@ -41,7 +41,7 @@ def test_units_without_storages_count_for_nothing() -> None:
 
 def built_unit(fqn: str) -> mock.Mock:
     """A unit of one group whose gathered weights take 3 bytes, and whose gradients none."""
-    group = mock.Mock(key=f"{fqn}.0", gathered_nbytes=3, main_grad=None)
+    group = mock.Mock(weight_key=f"{fqn}.0", gathered_nbytes=3, main_grad=None)
     unit = mock.Mock(groups=[group], is_root=not fqn)
     unit.fqn = fqn
     return unit
