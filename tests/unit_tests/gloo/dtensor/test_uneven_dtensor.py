@@ -155,7 +155,8 @@ def count_exchanges_job() -> list[int]:
 
 
 def test_a_state_dict_costs_one_exchange_per_axis_and_cut_order(ranks4) -> None:
-    assert ranks4.run(count_exchanges_job) == [[3, 40]] * 4  # inner and outer for `w`, inner for `inner`
+    # Inner and outer for `w`, inner for `inner`; and two checks on both axes.
+    assert ranks4.run(count_exchanges_job) == [[3 + 4, 40]] * 4
 
 
 def nested_job() -> None:

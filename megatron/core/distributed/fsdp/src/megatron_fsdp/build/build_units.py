@@ -33,7 +33,7 @@ from megatron_fsdp.state.tensor_parallel import local_part
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuildRequest:
-    """What to build units from."""
+    """Arguments of `build_units` that all units share."""
 
     module: nn.Module
     index: FSDPDistributedIndex
@@ -128,7 +128,7 @@ def _check_embeddings(module: nn.Module) -> None:
 
 
 def _shares_memory(tensor: torch.Tensor) -> bool:
-    """Some element of a strided `tensor` lies where another one does."""
+    """True if two elements of a strided `tensor` have one place in memory."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return False
     steps = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]

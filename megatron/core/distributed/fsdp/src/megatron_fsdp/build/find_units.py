@@ -42,7 +42,9 @@ def resolve_unit_classes(
         TypeError: an entry is neither a module class nor a path to one.
     """
     if isinstance(unit_modules, (str, type)):
-        raise TypeError(f"{option} is {unit_modules!r}; expected a list of such, even if it holds only one.")
+        raise TypeError(
+            f"{option} is {unit_modules!r}; expected a list of module classes or import paths, even if it holds only one."
+        )
     classes = []
     for entry in unit_modules or ():
         try:
@@ -53,7 +55,7 @@ def resolve_unit_classes(
                 "give the full dotted path of a module class, or the class itself."
             ) from error
         if not (isinstance(found, type) and issubclass(found, nn.Module)):
-            raise TypeError(f"{option} holds {entry!r}; expected torch.nn.Module classes or import paths of such.")
+            raise TypeError(f"{option} holds {entry!r}; expected torch.nn.Module classes or import paths to them.")
         classes.append(found)
     return tuple(classes)
 
@@ -96,7 +98,7 @@ def _unit_modules(
         wanted = ", ".join(cls.__name__ for cls in classes)
         present = ", ".join(sorted({type(module).__name__ for module in modules}))
         raise ValueError(f"no module of {type(root).__name__} is a {wanted}; classes present are: {present}.")
-    # What is whole on every rank is never gathered: its parameters join the unit around it, without hooks of their own.
+    # Parameters that are whole on every rank are never gathered: they join the unit around them, without hooks.
     units = [module for module in units if not all(map(is_no_shard, module.parameters()))]
     owners = [module for module in modules if _is_run(module) and not all(map(is_no_shard, _own_params(module)))]
     if classes:

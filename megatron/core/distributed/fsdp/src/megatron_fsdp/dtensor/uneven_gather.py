@@ -20,7 +20,7 @@ def compute_chunks(dtensors: Sequence[DTensor], names: Sequence[str]) -> list[Ch
 
     All ranks of a mesh must pass the same tensors in the same order; `names` are there to check that. Per mesh and cut
     order it costs one all-gather on each sharding axis, whatever the number of tensors (an integer each), and two small
-    all-reduces per axis of the mesh for checks. Raises ValueError, on all ranks of a mesh, if their lists differ or the
+    ones more per axis of the mesh for checks. Raises ValueError, on all ranks of a mesh, if their lists differ or the
     local shapes do not add up to the global one.
     """
     by_mesh: dict[DeviceMesh, dict[tuple[Cut, ...], list[int]]] = {}

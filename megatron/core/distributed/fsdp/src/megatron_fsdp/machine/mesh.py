@@ -268,7 +268,7 @@ def _check_ascending(mesh: DeviceMesh, mesh_name: str, dims: Sequence[str]) -> N
 
 
 def _warn_of_unnamed(mesh: DeviceMesh, dims: Sequence[str]) -> None:
-    """Logs a warning, on the mesh's first rank, about dimensions of several ranks that none of `dims` covers."""
+    """Logs a warning, on the mesh's first rank, about dimensions of several ranks outside all of `dims`."""
     covered = {position for dim in dims for position in _rows_along(mesh, dim)[1]}
     if dist.get_rank() != int(mesh.mesh.flatten()[0]):
         return

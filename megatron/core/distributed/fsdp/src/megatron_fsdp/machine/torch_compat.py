@@ -73,7 +73,7 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def version_of(value: object) -> int | None:
-    """How often a tensor has been changed in place; None for what does not count (torch 1.0 to 2.13)."""
+    """Number of changes in place to a tensor; None for values that have no such counter (torch 1.0 to 2.13)."""
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
 
 
@@ -103,7 +103,7 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
 def dtensor_spec(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
-    """What `DTensor.from_local` would say of contiguous tensors that lie so (torch 2.4 to 2.13)."""
+    """The spec that `DTensor.from_local` gives to contiguous tensors of these placements (torch 2.4 to 2.13)."""
     return DTensorSpec(
         mesh, placements, tensor_meta=TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype)
     )
@@ -126,7 +126,7 @@ def sharded_dim(placement: Placement) -> int | None:
 
 
 def split_factor(placement: Placement) -> int:
-    """Into how many pieces axes to the right have cut the dim before this placement does; 1 for a plain Shard."""
+    """Pieces into which axes to the right have cut the dim before this placement does; 1 for a plain Shard."""
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
 
@@ -203,7 +203,7 @@ def memberships() -> int:
 
 
 def nccl_backend(group: dist.ProcessGroup, device: torch.device) -> dist.Backend:
-    """What `group` uses for CUDA tensors; memory pools are made and registered there (torch 2.7 to 2.13)."""
+    """The backend of `group` for CUDA tensors; it makes and registers memory pools (torch 2.7 to 2.13)."""
     return group._get_backend(device)
 
 

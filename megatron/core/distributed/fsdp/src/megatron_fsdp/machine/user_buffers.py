@@ -44,7 +44,7 @@ class RegionMemory(Memory):
     """Memory of the current CUDA device in regions, each a pool of its own in torch's caching allocator.
 
     A region that is always asked for the same size on one stream has one block, which is never split, never given to
-    anybody else and not returned to the device by `empty_cache()`.
+    other users and not returned to the device by `empty_cache()`.
     """
 
     def __init__(self) -> None:

@@ -111,7 +111,7 @@ def plan_layout(shapes: Sequence[tuple[int, ...]], shard_count: int, atom_rows: 
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """What packing needs to know of one parameter."""
+    """One parameter as packing sees it, in elements."""
 
     index: int
     numel: int
@@ -199,7 +199,7 @@ class GroupKey:
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """What grouping needs to know of one parameter."""
+    """One parameter as grouping sees it."""
 
     shape: tuple[int, ...]
     key: GroupKey

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Placement(enum.Enum):
-    """How one buffer lies on one data-parallel axis."""
+    """Placement of one buffer on one data-parallel axis."""
 
     REPLICATE = "R"
     """Every rank of the axis holds the same values."""
@@ -26,7 +26,7 @@ R, S, P = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL
 
 @dataclasses.dataclass(frozen=True)
 class Resting:
-    """Where each buffer rests between steps, on ONE data-parallel axis."""
+    """Placements of the buffers between steps, on ONE data-parallel axis."""
 
     weight: Placement
     main_grad: Placement
@@ -98,21 +98,21 @@ class StrategyPlan:
 
     @functools.cached_property
     def defers_reduction(self) -> bool:
-        """Some reduction waits for the last micro-batch of an optimization cycle."""
+        """A reduction waits for the last micro-batch of an optimization cycle."""
         return P in self.main_grad
 
     @functools.cached_property
     def accumulates_final_values(self) -> bool:
-        """What accumulates is reduced and scaled already; otherwise some of that is left to the end of a cycle."""
+        """Accumulated gradients are reduced and scaled already; otherwise the end of a cycle completes them."""
         return self.reduces_each_microbatch and not self.defers_reduction
 
     @functools.cached_property
     def shards_anything(self) -> bool:
-        """Some buffer is split over ranks."""
+        """A buffer is split over ranks."""
         return self.shards_along(0) or self.shards_along(1)
 
     def shards_along(self, axis: int) -> bool:
-        """Some buffer is split over the ranks of this axis; 0 is the outer one."""
+        """A buffer is split over the ranks of this axis; 0 is the outer one."""
         return S in (self.weight[axis], self.main_grad[axis], self.main_weight[axis])
 
     def without_optimizer(self) -> StrategyPlan:
@@ -120,7 +120,7 @@ class StrategyPlan:
         return dataclasses.replace(self, main_weight=self.weight)
 
     def finalized_grad(self) -> AxisPair:
-        """Where the gradient lies when the optimizer reads it."""
+        """The placement of the gradient when the optimizer reads it."""
         return self.main_weight
 
 
