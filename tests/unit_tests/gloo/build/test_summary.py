@@ -81,7 +81,7 @@ def test_the_numbers_are_those_of_one_rank(ranks2, strategy):
     assert head_of(text) == expected
 
 
-def test_slots_are_told_with_their_bytes(ranks2):
+def test_double_buffers_are_told_with_their_bytes(ranks2):
     def told(**options: bool) -> str:
         return (
             ranks2.run(functools.partial(summaries, **options), "mlp", 3)[0][0]
@@ -92,7 +92,7 @@ def test_slots_are_told_with_their_bytes(ranks2):
     assert told() == ""
     # Weights and gradients of three alike units and of the root; a gradient of the root's is alike too.
     assert told(fsdp_double_buffer=True) == (
-        "Of 8 communication buffers 7 take turns in 4 slots of 4.0 MiB together, 0 keep 0.0 MiB of their own, "
+        "Of 8 communication buffers 7 alternate in 4 double buffers of 4.0 MiB together, 0 keep 0.0 MiB of their own, "
         "the others, 1.0 MiB, come and go."
     )
     assert "1 keep 1.0 MiB of their own, the others, 0.0 MiB" in told(

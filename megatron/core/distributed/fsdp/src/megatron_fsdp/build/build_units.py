@@ -153,7 +153,7 @@ def build_units(request: BuildRequest, plans: list[UnitPlan]) -> list[Unit]:
         ]
         for group in groups:
             dp_group = request.index.get_dp_group(group.spec.is_expert)
-            group.load_initial(functools.partial(_first_rank_values, device=request.device, group=dp_group))
+            group.load_initial(functools.partial(_first_rank_values, dp_group, request.device))
         units.append(Unit(position, plan.fqn, plan.module, groups, plan.params, is_root=plan.is_root))
     if request.from_meta:
         materialize_buffers(request.module, request.device)
@@ -242,13 +242,6 @@ def _make_group(
     return ParamGroup(spec, request.pool)
 
 
-def _first_rank_values(full: torch.Tensor, device: torch.device, group: dist.ProcessGroup) -> torch.Tensor:
-    """`full` on `device` with the values of the group's first rank, so that no two ranks can differ. **Collective**."""
-    full = full.to(device)
-    _broadcast(full, group)
-    return full
-
-
 @torch.no_grad()
 def _broadcast_buffers(request: BuildRequest) -> None:
     """Moves buffers to the device and gives them the first rank's values, experts' theirs. **Collective**.
@@ -268,14 +261,16 @@ def _broadcast_buffers(request: BuildRequest) -> None:
             # Expanded buffers show one element in several places, and cannot be written to.
             moved = buffer.to(request.device).contiguous()
             setattr(module, name, moved)
-            _broadcast(local_part(moved), request.index.get_dp_group(is_expert))
+            _first_rank_values(request.index.get_dp_group(is_expert), request.device, local_part(moved))
 
 
-def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    if group.size() == 1 or tensor.numel() == 0:
-        return
-    dense = tensor.contiguous()
-    # As bytes: backends know few dtypes (gloo neither float8 nor 16-bit integers).
-    dist.broadcast(dense.view(-1).view(torch.uint8), group=group, group_src=0)
-    if dense.data_ptr() != tensor.data_ptr():
-        tensor.copy_(dense)
+def _first_rank_values(group: dist.ProcessGroup, device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` on `device`, with the values of the group's first rank: no two ranks can differ. **Collective**."""
+    tensor = tensor.to(device)
+    if group.size() > 1 and tensor.numel():
+        dense = tensor.contiguous()
+        # As bytes: backends know few dtypes (gloo neither float8 nor 16-bit integers).
+        dist.broadcast(dense.view(-1).view(torch.uint8), group=group, group_src=0)
+        if dense.data_ptr() != tensor.data_ptr():
+            tensor.copy_(dense)
+    return tensor

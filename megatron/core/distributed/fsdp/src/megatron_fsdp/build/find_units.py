@@ -42,9 +42,7 @@ def resolve_unit_classes(
         TypeError: an entry is neither a module class nor a path to one.
     """
     if isinstance(unit_modules, (str, type)):
-        raise TypeError(
-            f"{option} is {unit_modules!r}; expected a list of module classes or import paths, even if it holds only one."
-        )
+        raise TypeError(f"{option} is {unit_modules!r}; expected a list of classes or import paths, even of only one.")
     classes = []
     for entry in unit_modules or ():
         try:

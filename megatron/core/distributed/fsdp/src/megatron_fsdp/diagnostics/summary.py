@@ -107,7 +107,7 @@ def _slots(schedule: Schedule, pool: DoubleBufferPool) -> str:
     shared, own = set(sharing), {slot for slot in pool.buffers.values() if not slot.is_shared}
     loose = sum(nbytes for slot, nbytes in needs if slot is None)
     return (
-        f" Of {len(needs)} communication buffers {len(sharing)} take turns in {len(shared)} slots of "
+        f" Of {len(needs)} communication buffers {len(sharing)} alternate in {len(shared)} double buffers of "
         f"{_mib(sum(slot.nbytes for slot in shared))} MiB together, {len(own)} keep "
         f"{_mib(sum(slot.nbytes for slot in own))} MiB of their own, the others, {_mib(loose)} MiB, come and go"
         f"{'; registered with NCCL' if pool.memory.is_registered else ''}."

@@ -26,7 +26,7 @@ class Axis:
     def of(cls, group: dist.ProcessGroup | None, gather_group: dist.ProcessGroup | None = None) -> Axis:
         """The axis of `group`; of one rank if it is None."""
         if group is None or group.size() == 1:
-            return cls(None, None, 0, 1)
+            return SOLO
         return cls(group, gather_group or group, group.rank(), group.size())
 
 
