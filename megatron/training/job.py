@@ -35,7 +35,7 @@ def prepare_reading(reading: Reading, world_size: int) -> Job:
     except ConfigError as error:
         problems += (problem for problem in error.problems if not reading.concerns(problem))
     tokenizer = None
-    # Missing options of a tokenizer are told once, by the rules.
+    # The rules have named options that a tokenizer lacks.
     if not Reading(config=config, problems=tuple(problems)).concerns(_TOKENIZER_FLAGS):
         try:
             options = {field.name: getattr(config.tokenizer, field.name) for field in fields(config.tokenizer)}

@@ -60,8 +60,8 @@ def _launch(task: str, argv: list[str] | None, ranks: Ranks) -> int:
         return EXIT_BAD_CONFIGURATION
     configure_logging(job.config.logger.logging_level, ranks)
     ignore_expected_warnings()
-    if adopted := differing_flags(reading.config, job.config):
-        logger.info("taken from the checkpoint: %s", adopted)
+    if changed := differing_flags(reading.config, job.config):
+        logger.info("taken from the checkpoint: %s", changed)
     from megatron.training.pretrain import pretrain  # noqa: PLC0415  (loads megatron-core)
 
     try:

@@ -215,7 +215,7 @@ class _Switch(argparse.Action):
 
 
 class _Store(argparse.Action):
-    """Stores a value, or collects why it is none, so that all mistakes are told at once."""
+    """Stores a value, or collects why it is none, so that all mistakes are reported at once."""
 
     def __call__(
         self,

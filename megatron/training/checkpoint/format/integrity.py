@@ -15,7 +15,7 @@ MANIFEST = "manifest.json"
 """Lists every file of a checkpoint with its size and checksum; written last before the checkpoint is published."""
 _VERSION = 1
 
-_MOST_TOLD = 8
+_MOST_NAMED = 8
 """Files that a message names."""
 
 
@@ -115,8 +115,8 @@ def _change(path: Path, expected: FileDigest) -> str | None:
 
 def summarized(problems: Sequence[str]) -> str | None:
     """The first of several problems, and how many more there are; None if there is none."""
-    more = len(problems) - _MOST_TOLD
-    return ", ".join([*problems[:_MOST_TOLD], *([f"and {more} more"] if more > 0 else [])]) or None
+    more = len(problems) - _MOST_NAMED
+    return ", ".join([*problems[:_MOST_NAMED], *([f"and {more} more"] if more > 0 else [])]) or None
 
 
 def read_error(error: CheckpointException) -> str:

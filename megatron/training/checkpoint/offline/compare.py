@@ -24,8 +24,8 @@ def compare_entries(one: Source, other: Source, *, rtol: float, atol: float, onl
     lines = [f"only in the first: {name}" for name in sorted(one.keys() - other.keys())]
     lines += [f"only in the second: {name}" for name in sorted(other.keys() - one.keys())]
     both = sorted(one.keys() & other.keys())
-    told = [_difference(one[name], other[name], name, rtol, atol) for name in both]
-    different = [f"{name}: {text}" for name, text in zip(both, told, strict=True) if text]
+    texts = [_difference(one[name], other[name], name, rtol, atol) for name in both]
+    different = [f"{name}: {text}" for name, text in zip(both, texts, strict=True) if text]
     return Comparison((*lines, *different), len(both) - len(different))
 
 

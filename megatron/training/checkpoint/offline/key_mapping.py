@@ -31,7 +31,7 @@ _OURS_ONLY = ("progress.", "rng_state.rank_")
 """Beginnings of names that Megatron-LM has no use for."""
 
 
-class _Place(NamedTuple):
+class _ParameterKey(NamedTuple):
     """A name in three parts; `key` is empty for what is no parameter's or is the parameter itself."""
 
     part: str
@@ -46,14 +46,14 @@ class _Place(NamedTuple):
         return self._replace(parameter=f"module.{self.parameter}").joined() if self.part == MODEL else self.joined()
 
 
-def _place(name: str) -> _Place | None:
+def _parameter_key(name: str) -> _ParameterKey | None:
     """None for what belongs to no parameter."""
     if name.startswith(MODEL):
-        return _Place(MODEL, canonical(name.removeprefix(MODEL)), "")
+        return _ParameterKey(MODEL, canonical(name.removeprefix(MODEL)), "")
     for part in (STATE, GROUP):
         if name.startswith(part):
             parameter, _, key = canonical(name.removeprefix(part)).rpartition(".")
-            return _Place(part, parameter, key)
+            return _ParameterKey(part, parameter, key)
     return None
 
 
@@ -61,7 +61,7 @@ def to_plain(source: Source) -> dict[str, Any]:
     """A checkpoint of any form in the plain one."""
     rest, split = _split_weights(source)
     gated, fused = set(source.get(GATED, ())), dict(source.get(FUSED, ()))
-    plain = {place.joined() if (place := _place(name)) else name: value for name, value in rest.items()}
+    plain = {place.joined() if (place := _parameter_key(name)) else name: value for name, value in rest.items()}
     for place, parts in split.items():
         plain[place.joined()] = _joined(place.joined(), parts)
         if GATED_ENDS[0] in parts:
@@ -72,16 +72,16 @@ def to_plain(source: Source) -> dict[str, Any]:
     return plain | {name: value for name, value in lists.items() if value}
 
 
-def _split_weights(source: Source) -> tuple[dict[str, Any], dict[_Place, dict[str, Any]]]:
+def _split_weights(source: Source) -> tuple[dict[str, Any], dict[_ParameterKey, dict[str, Any]]]:
     """The values of `source` that are whole; and of each other weight its parts, by the ends of their names, in order.
 
     Raises:
         ValueError: parts are missing.
     """
     rest: dict[str, Any] = {}
-    split: dict[_Place, dict[str, Any]] = {}
+    split: dict[_ParameterKey, dict[str, Any]] = {}
     for name, value in source.items():
-        place = _place(name)
+        place = _parameter_key(name)
         part = part_name(place.parameter) if place else None
         if part is None:
             rest[name] = value
@@ -128,7 +128,7 @@ def to_stored(source: Source, *, is_gated: bool = False) -> dict[str, Any]:
 def _renamed(plain: Mapping[str, Any], around: Callable[[str], Surroundings]) -> dict[str, Any]:
     stored: dict[str, Any] = {}
     for name, value in plain.items():
-        place = _place(name)
+        place = _parameter_key(name)
         if place is None:
             stored[name] = value
         elif place.part == GROUP:
@@ -183,7 +183,7 @@ def as_nested(plain: Source) -> dict[str, Any]:
     """The plain form as a file has it: `model`, `optimizer.state` and the like are dicts by parameter."""
     tree: dict[str, Any] = {}
     for name, value in plain.items():
-        place = _place(name)
+        place = _parameter_key(name)
         if place is None:
             path = name.split(".")
         else:
