@@ -2,10 +2,8 @@
 
 import sys
 
-from torch.utils.data import Dataset
-
 from megatron.training.callbacks import BufferRegistration, Callback, ManualGarbageCollection, OverlapLog
-from megatron.training.data import DataStream, LoaderOptions, build_data_stream
+from megatron.training.data import LoaderOptions, build_data_stream
 from megatron.training.initialize import World
 from megatron.training.job import Job
 from megatron.training.model import build_model
@@ -30,10 +28,6 @@ def build_streams(run: Run) -> None:
     """Gives the run its data, from where its state says it is. **Collective.**"""
     datasets = run.task.datasets_provider(run.job)
     config, state = run.config, run.state
-
-    def stream(dataset: Dataset | None, name: str, consumed_samples: int) -> DataStream | None:
-        return build_data_stream(dataset, name, consumed_samples, options)
-
     options = LoaderOptions(
         micro_batch_size=config.train.micro_batch_size,
         data_parallel_rank=run.world.data_parallel_rank,
@@ -44,9 +38,9 @@ def build_streams(run: Run) -> None:
         seed=config.rng.seed,
     )
     run.streams = Streams(
-        train=stream(datasets.train, "training", state.consumed_train_samples),
-        valid=stream(datasets.valid, "validation", state.consumed_valid_samples),
-        test=stream(datasets.test, "test", 0),
+        train=build_data_stream(datasets.train, "training", state.consumed_train_samples, options),
+        valid=build_data_stream(datasets.valid, "validation", state.consumed_valid_samples, options),
+        test=build_data_stream(datasets.test, "test", 0, options),
     )
 
 

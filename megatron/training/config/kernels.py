@@ -78,7 +78,7 @@ def _imports(module: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The choices for one run, none of them open. Fields are named as in `ModelConfig`."""
+    """The choices for one run, none of them open. Fields are named as in megatron-core's `TransformerConfig`."""
 
     transformer_impl: str
     bias_activation_fusion: bool
@@ -116,21 +116,13 @@ def choose_kernels(config: RunConfig, machine: Machine | None = None) -> Kernels
     """Every choice that `config` leaves open, made for `machine` (default: this one)."""
     model = config.model
     machine = machine or Machine.probe()
-
-    def chosen(name: str) -> bool:
-        asked = getattr(model, name)
-        return _AUTO[name](model, machine) if asked is None else asked
-
-    is_plain_gelu = not (model.swiglu or model.squared_relu)
+    chosen = {
+        name: auto(model, machine) if (asked := getattr(model, name)) is None else asked for name, auto in _AUTO.items()
+    }
+    of_gelu, of_swiglu = chosen.pop("bias_gelu_fusion"), chosen.pop("bias_swiglu_fusion")
     return Kernels(
+        **chosen,
         transformer_impl=transformer_impl(model, machine),
-        bias_activation_fusion=(model.swiglu and chosen("bias_swiglu_fusion"))
-        or (is_plain_gelu and chosen("bias_gelu_fusion")),
-        bias_dropout_fusion=chosen("bias_dropout_fusion"),
-        masked_softmax_fusion=chosen("masked_softmax_fusion"),
-        apply_rope_fusion=chosen("apply_rope_fusion"),
-        persist_layer_norm=chosen("persist_layer_norm"),
-        gradient_accumulation_fusion=chosen("gradient_accumulation_fusion"),
+        bias_activation_fusion=of_swiglu if model.swiglu else of_gelu and not model.squared_relu,
         cross_entropy_loss_fusion=model.cross_entropy_loss_fusion,
-        use_cpu_initialization=chosen("use_cpu_initialization"),
     )

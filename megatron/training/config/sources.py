@@ -4,14 +4,13 @@ YAML is nested by section (`ddp: {data_parallel_sharding_strategy: optim}`); Meg
 the top.
 """
 
-import dataclasses
 import difflib
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path, PosixPath, WindowsPath
+from pathlib import Path
 
 import yaml
 
@@ -85,14 +84,17 @@ def from_yaml(path: Path | str) -> RunConfig:
 
 def to_yaml(config: RunConfig) -> str:
     """All of `config` as text that `from_yaml` and `--yaml-cfg` read back from a file to the same value."""
-    tree = {name: _plain(getattr(config, name)) for name in sections()}
+    tree: dict[str, dict[str, object]] = {name: {} for name in sections()}
+    for flag in all_flags().values():
+        tree[flag.section][flag.name] = plain(getattr(getattr(config, flag.section), flag.name))
     return yaml.safe_dump(tree, sort_keys=False)
 
 
-def _plain(section: object) -> dict[str, object]:
-    to_plain = {tuple: list, **dict.fromkeys((PosixPath, WindowsPath), str)}
-    values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
-    return {name: to_plain.get(type(value), lambda same: same)(value) for name, value in values.items()}
+def plain(value: object) -> object:
+    """The value of a field as YAML and other programs take it: text for a path, a list for a tuple."""
+    if isinstance(value, Path):
+        return str(value)
+    return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _build(values: Mapping[str, object]) -> RunConfig:

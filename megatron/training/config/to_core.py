@@ -1,6 +1,6 @@
 """Configurations of megatron-core and of the sharding engine, derived from ours; alone here to import either."""
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 import torch
 from megatron.core.activations import squared_relu
@@ -28,11 +28,6 @@ _SAME_NAME = (
     "moe_token_dispatcher_type",
 )  # fmt: skip
 """Fields of `ModelConfig` that megatron-core has under the same name and with the same meaning."""
-
-_FROM_KERNELS = (
-    "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "apply_rope_fusion", "persist_layer_norm",
-    "gradient_accumulation_fusion", "cross_entropy_loss_fusion", "use_cpu_initialization", "transformer_impl",
-)  # fmt: skip
 
 
 def params_dtype(precision: PrecisionConfig) -> torch.dtype:
@@ -75,11 +70,10 @@ def to_transformer_config(config: RunConfig, machine: Machine | None = None) -> 
     """megatron-core's model configuration for a checked `config` on `machine` (default: this one)."""
     model, precision, recompute = config.model, config.precision, config.recompute
     machine = machine or Machine.probe()
-    kernels = choose_kernels(config, machine)
     dtype = params_dtype(precision)
     return TransformerConfig(
         **{name: getattr(model, name) for name in _SAME_NAME},
-        **{name: getattr(kernels, name) for name in _FROM_KERNELS},
+        **asdict(choose_kernels(config, machine)),
         **_activation(config, machine),
         **_initialization(config),
         **_experts(config),

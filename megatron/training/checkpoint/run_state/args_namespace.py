@@ -1,12 +1,12 @@
 """The run's configuration as Megatron-LM stores it: an `argparse.Namespace` of plain values under its names."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from megatron.training.config.flags import all_flags
 from megatron.training.config.plan import ffn_hidden_size, kv_channels, max_positions
 from megatron.training.config.rule_book import value_of
+from megatron.training.config.sources import plain
 from megatron.training.state import Run
 
 _OTHER_NAMES = {
@@ -24,7 +24,7 @@ def to_arguments(run: Run) -> argparse.Namespace:
     config, plan, state = run.config, run.plan, run.state
     values: dict[str, Any] = {}
     for path in all_flags():
-        name, value = path.rpartition(".")[2], _plain(value_of(config, path))
+        name, value = path.rpartition(".")[2], plain(value_of(config, path))
         if path in _OPPOSITES:
             values[f"no_{name}"] = None if value else True
         else:
@@ -46,9 +46,3 @@ def to_arguments(run: Run) -> argparse.Namespace:
             "skipped_train_samples": 0,
         }
     )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
