@@ -36,7 +36,7 @@ def reason(error: OSError | ValueError) -> str:
     """The message of `error` for a user: sentences as they are, the system's errors with the path first."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    return str(error)
+    return str(error) or type(error).__name__
 
 
 def on_first_rank(function: Callable[[], Value], device: torch.device) -> Value:

@@ -100,12 +100,12 @@ def test_a_folder_that_cannot_be_written_ends_all_ranks_before_the_model_is_buil
     mcore_ranks2.run_expecting(RunError, message, jobs, f"--train-iters 3 --save {tmp_path}/file/x")
 
 
-def fail_on(bad: int) -> None:
+def fail_on(bad: int, message: str = "disk") -> None:
     from megatron.training.collective_errors import on_every_rank
 
     def work() -> int:
         if dist.get_rank() >= bad:
-            raise ValueError("disk")
+            raise ValueError(message)
         return dist.get_rank()
 
     on_every_rank(work, torch.device("cpu"))
@@ -115,3 +115,4 @@ def test_ranks_agree_on_what_failed(mcore_ranks2):
     mcore_ranks2.run(fail_on, 2)
     mcore_ranks2.run_expecting(RuntimeError, "^rank 1: disk$", fail_on, 1)
     mcore_ranks2.run_expecting(RuntimeError, "^disk$", fail_on, 0)
+    mcore_ranks2.run_expecting(RuntimeError, "^rank 1: ValueError$", fail_on, 1, "")
