@@ -1,4 +1,4 @@
-"""Which storages alternate in double buffers."""
+"""Double buffers: the storages that alternate in them."""
 
 from unittest import mock
 

@@ -7,7 +7,7 @@ from tests.unit_tests.harness.rank_pool import REPO_ROOT, RankPool
 
 
 def losses_of(name: str) -> list[float]:
-    """What the example's `main` returns."""
+    """Result of the example's `main`."""
     path: Path = REPO_ROOT / f"examples/{name}.py"
     spec = importlib.util.spec_from_file_location(f"example_{name}", path)
     module = importlib.util.module_from_spec(spec)

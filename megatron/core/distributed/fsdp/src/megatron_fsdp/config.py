@@ -139,7 +139,7 @@ class DistributedDataParallelConfig:
 
 
 def default_config() -> DistributedDataParallelConfig:
-    """What `MegatronFSDP` does when it is given no options: everything sharded, everything overlapped."""
+    """Options of a `MegatronFSDP` that is given none: everything sharded, everything overlapped."""
     return DistributedDataParallelConfig(
         data_parallel_sharding_strategy="optim_grads_params", overlap_grad_reduce=True, overlap_param_gather=True
     )
@@ -188,14 +188,14 @@ def strategy_name(value: str | int, option: str, allowed: tuple[str, ...] = tupl
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BufferPolicy:
-    """Where gathered weights, and gradients on their way, have their memory."""
+    """Memory policy of gathered weights, and of gradients on their way."""
 
     has_slots: bool = False
     """Units take turns in two fixed slots."""
     only_alike: bool = True
     """Slots are for the largest set of alike units; False: large enough for every unit."""
     keeps_misfits: bool = False
-    """What does not fit the slots has memory of its own that it never gives back."""
+    """Storages that do not fit the slots have memory of their own that they never give back."""
     is_registered: bool = False
     """The memory is NCCL's, and known to its communicators."""
     is_symmetric: bool = True
@@ -259,7 +259,7 @@ _NEEDS = {
 
 
 def buffer_policy(config: DistributedDataParallelConfig) -> BufferPolicy:
-    """What the options say about communication buffers.
+    """Policy of communication buffers that the options ask for.
 
     Raises:
         ValueError: an option has no meaning without another one, or memory that can be registered without a fixed

@@ -158,7 +158,7 @@ class MegatronFSDP(nn.Module):
 
     @property
     def schedule(self) -> Schedule:
-        """When units communicate: `print(model.schedule)` shows the recorded programs and the memory that they need."""
+        """The schedule of communication: `print(model.schedule)` shows recorded programs and the memory they need."""
         return self._schedule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -351,7 +351,7 @@ class MegatronFSDP(nn.Module):
         return load(state_dict, strict=strict, assign=assign)
 
     def _wrapper_prefix(self) -> str:
-        """What wrappers between `.module` and the user's model add to names."""
+        """Prefix that wrappers between `.module` and the user's model add to names."""
         return ""
 
     @uncompiled

@@ -53,7 +53,7 @@ _RECURSE = "fine_grained_recurse_module_types"
 
 @dataclasses.dataclass(frozen=True)
 class CheckedArguments:
-    """What a model and its options come to, before any mesh is needed."""
+    """Facts that follow from a model and its options, before any mesh is needed."""
 
     config: EngineConfig
     plans: list[UnitPlan]

@@ -49,9 +49,9 @@ class Box(NamedTuple):
     """A part of a local tensor that is also a box of the global one."""
 
     local: tuple[int, ...]
-    """Where it begins in the local tensor."""
+    """First index in the local tensor, per dim."""
     offsets: tuple[int, ...]
-    """Where it begins in the global one."""
+    """First index in the global tensor, per dim."""
     sizes: tuple[int, ...]
 
     def along(self, dim: int, local: int, offset: int, size: int) -> "Box":
@@ -69,7 +69,7 @@ class AttachedChunk:
     is_writer: bool
     """False on all but one rank of a set of replicas."""
     is_first: bool
-    """Whether this rank speaks for a tensor that has no elements at all."""
+    """True if this rank stands for a tensor that has no elements at all."""
     taken_name: str | None = None
     """A name that other ranks give to another tensor, so that this one must be saved under another."""
 
@@ -79,11 +79,11 @@ class AttachedChunk:
         return ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=torch.Size(self.sizes))
 
     def create_chunk_list(self) -> list[ChunkStorageMetadata]:
-        """What DCP fills on load: this rank's box, also when it is empty."""
+        """Chunks that DCP fills on load: this rank's box, also when it is empty."""
         return [self.metadata]
 
     def create_write_items(self, fqn: str, dtensor: DTensor) -> list[WriteItem]:
-        """What DCP writes on save: nothing for an empty box or a replica of another rank's.
+        """Items that DCP writes on save: none for an empty box or a replica of another rank's.
 
         Raises:
             ValueError: `fqn` contains the name that is taken.
@@ -115,11 +115,11 @@ class _AttachedBoxes:
     """Weak; a copy of the tensor has memory of its own, which this would not find."""
 
     def create_chunk_list(self) -> list[ChunkStorageMetadata]:
-        """What DCP fills on load."""
+        """Chunks that DCP fills on load."""
         return [chunk.metadata for chunk in self.chunks]
 
     def create_write_items(self, fqn: str, dtensor: DTensor) -> list[WriteItem]:
-        """What DCP writes on save."""
+        """Items that DCP writes on save."""
         return [item for chunk in self.chunks for item in chunk.create_write_items(fqn, dtensor)]
 
     def get_tensor_shard(self, index: MetadataIndex) -> torch.Tensor:
@@ -193,7 +193,7 @@ def attach_chunk_metadata(
 
 
 def _roles(dtensor: DTensor) -> tuple[bool, bool]:
-    """Whether this rank writes its replicas' box, and whether it is the first of all ranks."""
+    """Roles of this rank: it writes its replicas' box; it is the first of all ranks."""
     cut_axes = {axis for cut in cuts_of(dtensor) for axis in cut.axes}
     coordinate = dtensor.device_mesh.get_coordinate() or ()
     return all(axis in cut_axes or at == 0 for axis, at in enumerate(coordinate)), not any(coordinate)
@@ -213,7 +213,7 @@ def attached_chunk(dtensor: DTensor) -> ChunkStorageMetadata | None:
 
 
 def with_rows(dtensor: DTensor, rows: int) -> DTensor:
-    """What a rank has of the first `rows` rows of a tensor whose chunk is attached; more rows than it has are nobody's.
+    """A rank's part of the first `rows` rows of a tensor whose chunk is attached; more rows than it has are nobody's.
 
     Shares memory; for torch's checkpointing only. ValueError if the local tensor is made of several boxes.
     """
@@ -228,14 +228,14 @@ def with_rows(dtensor: DTensor, rows: int) -> DTensor:
 
 
 def is_inside(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether the box lies within a tensor of this shape."""
+    """True if the box lies within a tensor of this shape."""
     if not len(offsets) == len(sizes) == len(shape):
         return False
     return all(0 <= low <= low + size <= high for low, size, high in zip(offsets, sizes, shape, strict=True))
 
 
 def cuts_of(dtensor: DTensor) -> list[Cut]:
-    """Which mesh axes cut which tensor dims, in dim order.
+    """Mesh axes that cut each tensor dim, in dim order.
 
     Plain Shards on one dim cut in mesh order. A strided one (split factor f) is cut after axes to its right whose sizes
     multiply to f: that is how (outer, inner) is written when inner cuts first. A mesh may say it outright, with an
@@ -262,7 +262,7 @@ def cuts_of(dtensor: DTensor) -> list[Cut]:
 
 
 def _cut_position(mesh: DeviceMesh, later_axes: list[int], factor: int) -> int:
-    """How many of `later_axes` (coarsest first) cut before an axis with this split factor."""
+    """Number of `later_axes` (coarsest first) that cut before an axis with this split factor."""
     pieces = 1
     for position, axis in enumerate(later_axes):
         if pieces == factor:

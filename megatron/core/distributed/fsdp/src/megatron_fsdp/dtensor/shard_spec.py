@@ -27,7 +27,7 @@ from megatron_fsdp.state.tensor_parallel import TpPartition, TpRange
 
 
 class ShardSpec:
-    """How one parameter, its gradient and its optimizer state lie over the data- and tensor-parallel mesh.
+    """Layout of one parameter, its gradient and its optimizer state over the data- and tensor-parallel mesh.
 
     Tensor-parallel ranks cut first: each holds an even part of the parameter, whose rows the data-parallel axes then
     cut, unevenly. The global shape is that of the whole parameter.
@@ -55,7 +55,7 @@ class ShardSpec:
         self._spec_in = functools.cache(functools.partial(dtensor_spec, self.mesh, self.placements, self.shape))
         """From a dtype to torch's own description of tensors that lie so."""
         self._chunk: dict[str, object] | None = None
-        """What torch DCP asks of them, known from the first one; None where each has its own."""
+        """Attributes that torch DCP reads, known from the first tensor; None where each has its own."""
 
     def __deepcopy__(self, memo: dict) -> ShardSpec:
         return self  # it describes a place; copies of tensors share it
@@ -104,7 +104,7 @@ class ShardSpec:
             vars(local_tensor(dtensor)).update(self._chunk)
 
     def _boxes(self) -> list[Box]:
-        """Where this rank's elements lie in the global tensor."""
+        """Boxes of this rank's elements in the global tensor."""
         starts = [0] * len(self.shape)
         if self.shape:
             starts[0] = self.first_row

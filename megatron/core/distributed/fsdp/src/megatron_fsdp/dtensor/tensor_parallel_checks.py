@@ -1,4 +1,4 @@
-"""What must hold of tensor-parallel parameters before and after they are sharded."""
+"""Checks of tensor-parallel parameters before and after they are sharded."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from megatron_fsdp.mcore.unwrap import WRAPPERS
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.plan.strategy import plan_for
 
-#: What a checkpoint calls the user's model, whatever wrappers are around it.
+#: Name of the user's model in a checkpoint, whatever wrappers are around it.
 _PREFIX = "module."
 
 #: TransformerConfig options that the engine is not combined with: field -> (the value that means off, why).
@@ -34,7 +34,7 @@ _REFUSED: dict[str, tuple[object, str]] = {
 
 
 class LoadResult(NamedTuple):
-    """What a load left out, as `torch.nn.Module.load_state_dict` reports it."""
+    """Names that a load left out, as `torch.nn.Module.load_state_dict` reports them."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -155,7 +155,7 @@ class FullyShardedDataParallel(MegatronFSDP):
         return result
 
     def _wrapper_prefix(self) -> str:
-        """What the wrappers between `.module` and the user's model add to a name."""
+        """Prefix that the wrappers between `.module` and the user's model add to a name."""
         prefix, module = "", self.module
         while isinstance(module, WRAPPERS):
             prefix, module = prefix + "module.", module.module

@@ -103,7 +103,7 @@ class DistributedDataParallelConfig(McoreDistributedDataParallelConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResolvedConfig:
-    """What one user configuration means to each of its readers."""
+    """One user configuration as each of its readers takes it."""
 
     engine: engine_config.DistributedDataParallelConfig
     """For `MegatronFSDP`."""
@@ -112,7 +112,7 @@ class ResolvedConfig:
     """For `MegatronFSDP`."""
 
     mcore: DistributedDataParallelConfig
-    """What megatron-core reads as `model.ddp_config`: the user's values, with what Megatron-FSDP implies."""
+    """For megatron-core, as `model.ddp_config`: the user's values, with those that Megatron-FSDP implies."""
 
 
 #: Options that are refused: field -> (the value that means off, why, what to do).

@@ -46,7 +46,7 @@ def install(buffer: ParamAndGradBuffer) -> None:
 
 
 def _lend(group: weakref.ref[ParamGroup], slot: int) -> torch.Tensor:
-    """Where one parameter's gradient of this backward goes."""
+    """Memory for one parameter's gradient of this backward."""
     place = group().main_grad.wgrad_out(slot)
     if place is None:
         raise RuntimeError(

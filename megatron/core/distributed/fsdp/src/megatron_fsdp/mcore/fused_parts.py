@@ -1,4 +1,4 @@
-"""How many rows of the projections and convolutions that a layer fuses are of which part, as the layer itself says."""
+"""Row counts of the parts of fused projections and convolutions, as the layer itself says."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""How megatron-core laid out a parameter: whole or split over tensor-parallel ranks, dense or expert."""
+"""Layout of megatron-core's parameters: whole or split over tensor-parallel ranks, dense or expert."""
 
 from collections.abc import Iterator
 
@@ -38,7 +38,7 @@ _REPLICATED_LEAVES: dict[str, tuple[str, ...]] = {
 
 
 def tensor_parallel_mode(module: torch.nn.Module, leaf: str, param: torch.Tensor) -> TensorParallelMode | None:
-    """How `module`'s own parameter `leaf` is split over tensor-parallel ranks; None if nothing tells.
+    """Split of `module`'s own parameter `leaf` over tensor-parallel ranks; None if nothing tells.
 
     The class name decides, then megatron-core's tags on the parameter, then hints on the module.
     """

@@ -1,4 +1,4 @@
-"""What checkpoints call the rows of a parameter: names and row numbers only, so that it can be read as a table.
+"""Names of a parameter's rows in checkpoints: names and row numbers only, so that it can be read as a table.
 
 In memory a parameter has the user's name and this rank's place in tensor and expert parallelism. Stored, it has names
 that mean the same on any number of ranks, which are Megatron-LM's: each handler below turns a piece into the pieces
@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What the rules must know of the model around one parameter."""
+    """Facts about the model around one parameter that the rules need."""
 
     is_gated: bool = False
     """Its layer's MLP computes activation(gate) * up with one weight [gate; up]."""
@@ -37,7 +37,7 @@ class Surroundings:
     query_latent_rows: int | None = None
     """Of multi-latent attention, the rows of the fused down-projection that make queries."""
     parts: tuple[Part, ...] = ()
-    """What makes up a fused projection or convolution of linear attention or a state-space layer, in this order."""
+    """Parts of a fused projection or convolution of linear attention or a state-space layer, in this order."""
     renames_mtp: bool = True
     """Layers of multi-token prediction are called as Megatron-LM stores them."""
 
@@ -57,9 +57,9 @@ DELTA_NET = {
     "conv1d": ("query", "key", "value"),
 }
 MAMBA = {"in_proj": ("z", "x", "B", "C", "dt"), "conv1d": ("x", "B", "C")}
-"""What gated delta-net and Mamba layers fuse, in the order of rows, as megatron-core calls it."""
+"""Parts that gated delta-net and Mamba layers fuse, in the order of rows, under megatron-core's names."""
 GATED_ENDS = ("_w", "_v")
-"""What is added to the name of a gated weight for each of its halves."""
+"""Ends of the names of a gated weight's halves."""
 _ENDS = {child: tuple(tuple(f".{part}" for part in kind[child]) for kind in (DELTA_NET, MAMBA)) for child in DELTA_NET}
 """All that is added to a name below such a child for its parts, in the order of rows, by kind of layer."""
 _PART = re.compile(r"(?P<whole>(?:^|.*\.)(?P<child>in_proj|conv1d)\.(?:weight|bias))(?P<end>\.\w+)$")
@@ -116,7 +116,7 @@ RENAMING: tuple[Handler, ...] = (number_experts, name_mtp)
 
 
 def stored_pieces(name: str, rows: int, around: Surroundings, *, unsplit: bool = False) -> list[Piece]:
-    """What is stored of parameter `name`, of which each tensor-parallel rank has `rows`."""
+    """Stored pieces of parameter `name`, of which each tensor-parallel rank has `rows`."""
     pieces = [Piece(name, 0, rows)]
     for handler in RENAMING if unsplit else (*CUTTING, *RENAMING):
         pieces = [made for piece in pieces for made in handler(piece, around)]
@@ -124,7 +124,7 @@ def stored_pieces(name: str, rows: int, around: Surroundings, *, unsplit: bool =
 
 
 def stored_name(name: str, around: Surroundings) -> str:
-    """What a parameter is called where it stays in one piece: its options in the optimizer."""
+    """Name of a parameter that stays in one piece, as for its options in the optimizer."""
     return stored_pieces(name, 0, around, unsplit=True)[0].name
 
 
@@ -134,7 +134,7 @@ def shift_expert(name: str, by: int) -> str:
 
 
 def expert_number(name: str) -> int | None:
-    """Which expert a parameter belongs to; None if to none."""
+    """Number of the expert that a parameter belongs to; None if it belongs to none."""
     found = _EXPERT.search(name)
     return int(found["number"]) if found else None
 

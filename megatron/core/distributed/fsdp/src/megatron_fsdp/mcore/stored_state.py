@@ -16,7 +16,7 @@ from megatron_fsdp.mcore.stored_names import Piece, Surroundings, stored_name, s
 from megatron_fsdp.mcore.unwrap import unwrap_model
 
 _MODEL = "module."
-"""What the model's own name is in a checkpoint."""
+"""The model's own name in a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class _Entry:
 
 
 class StoredState:
-    """How a `FullyShardedDataParallel` model and its optimizer stand in a checkpoint.
+    """The state of a `FullyShardedDataParallel` model and its optimizer in the form of checkpoints.
 
     Args:
         model: the sharded model.
@@ -43,7 +43,7 @@ class StoredState:
         surroundings = _Finder(inner)
         self._entries: dict[str, _Entry] = {}
         self.tied_to_ranks: list[str] = []
-        """What is split over tensor-parallel ranks and read in one piece, which fits only as many as wrote it."""
+        """Weights split over tensor-parallel ranks and read in one piece, which fits only as many ranks as wrote it."""
         for name, param in inner.named_parameters(remove_duplicate=False):
             spec, around = param.megatron_fsdp_spec, surroundings(name)
             _check_parts(name, spec.part_rows, around)

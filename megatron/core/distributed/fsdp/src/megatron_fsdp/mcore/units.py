@@ -1,4 +1,4 @@
-"""What a megatron-core model consists of, as the engine must know it: units, and weights read outside their owner."""
+"""Parts of a megatron-core model that the engine must know: units, and weights read outside their owner."""
 
 import importlib
 from collections.abc import Sequence

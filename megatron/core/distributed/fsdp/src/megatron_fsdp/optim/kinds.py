@@ -15,7 +15,7 @@ _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam
 
 @dataclasses.dataclass(frozen=True)
 class WholeKind:
-    """Why an optimizer cannot update rows of a parameter."""
+    """Need of an optimizer class for whole parameters, and its reason."""
 
     reason: str
     least_dims: int = 2
@@ -57,7 +57,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def owned_kind(optimizer: torch.optim.Optimizer) -> WholeKind | None:
-    """What an optimizer over sharded parameters needs whole, so that each rank updates what it owns; None: nothing."""
+    """Kind of an optimizer that needs parameters whole, so that each rank updates those it owns; None: no need."""
     return _whole_kind(optimizer) if any(map(_is_spread, params_of(optimizer))) else None
 
 

@@ -61,7 +61,7 @@ class _Held(NamedTuple):
     state: dict[str, Any]
     """Its own, which has local tensors inside the step."""
     shards: dict[str, Any]
-    """What users have seen there."""
+    """State as users have seen it."""
 
 
 @contextlib.contextmanager
@@ -161,7 +161,7 @@ def _give_grads(held: list[_Held]) -> None:
 
 
 def _taken(param: nn.Parameter, value: torch.Tensor, name: str) -> DTensor:
-    """What somebody has put in, as a shard like `param`. Raises ValueError if it lies otherwise."""
+    """A value that somebody has put in, as a shard like `param`. Raises ValueError if it lies otherwise."""
     spec = getattr(param, "megatron_fsdp_spec", None)
     return value if spec is None else spec.mark(spec.take(value, name))
 

@@ -182,7 +182,7 @@ def _bind(
     would be a cycle, and the model outlive its last use.
     """
     method, owner = getattr(optimizer, name), weakref.ref(optimizer)
-    # What learning-rate schedulers put in a method's place is bound already; it refers to the optimizer weakly.
+    # Learning-rate schedulers replace methods by bound ones, which refer to the optimizer weakly.
     base = getattr(method, "__func__", None) or (lambda _, *args, **kwargs: method(*args, **kwargs))
     function = make(optimizer, base)
     own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]

@@ -68,7 +68,7 @@ class Op(NamedTuple):
 
 
 class UnitFacts(NamedTuple):
-    """What scheduling must know of a unit."""
+    """Facts about a unit for scheduling."""
 
     label: str
     parent: int | None = None
@@ -91,10 +91,10 @@ class UnitFacts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What every rank does in one kind of pass, whatever part of the model it runs."""
+    """Operations of every rank in one kind of pass, whatever part of the model it runs."""
 
     trace: Trace
-    """What it was built from."""
+    """The trace that it was built from."""
     ops: tuple[Op, ...]
     is_spmd: bool = True
     """All ranks recorded the same trace."""
@@ -318,7 +318,7 @@ def choose_resident(order: Sequence[int], facts: Sequence[UnitFacts], budget_nby
 
 
 class Ahead(NamedTuple):
-    """How far all-gathers run ahead of their use."""
+    """Distance by which all-gathers run ahead of their use."""
 
     depth: int
     """Units, where `numel` does not decide."""
@@ -358,7 +358,7 @@ def prefetch(program: Program, ahead: Ahead, facts: Sequence[UnitFacts]) -> Prog
 
 
 class InFlight(NamedTuple):
-    """How much may be staged for reductions at a time."""
+    """Amount that may be staged for reductions at a time."""
 
     most: int
     """Units, where `numel` does not decide, and with `is_strict` always."""

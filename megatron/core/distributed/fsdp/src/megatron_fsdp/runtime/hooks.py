@@ -22,7 +22,7 @@ from megatron_fsdp.runtime.unit import Unit
 
 
 class Guard(Protocol):
-    """What looks for mistakes around forwards of the whole model."""
+    """Guard that looks for mistakes around forwards of the whole model."""
 
     is_active: bool
     """The next forward is to be checked."""

@@ -94,7 +94,7 @@ class LinearWeight(nn.Parameter):
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """What `F.linear` computes; differentiated by `_Linear` if nothing but autograd looks at it."""
+    """`F.linear`, differentiated by `_Linear` if nothing but autograd looks at it."""
     is_plain = (
         type(input) is torch.Tensor
         and input.layout is torch.strided  # not sparse

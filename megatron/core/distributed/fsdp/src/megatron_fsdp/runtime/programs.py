@@ -67,7 +67,7 @@ class Compiled:
     program: Program
     markers: tuple[Token, ...]
     segments: tuple[tuple[Operation, ...], ...]
-    """What runs in front of each marker, and behind the last one."""
+    """Operations in front of each marker, and behind the last one."""
     starts: tuple[int, ...]
     """Program counters at which segments begin."""
     places: dict[Token, list[int]]
@@ -108,7 +108,7 @@ class Compiled:
 
 
 class Programs:
-    """What has been recorded, by key; the same on all ranks."""
+    """Programs of all kinds of passes, by key; the same on all ranks."""
 
     def __init__(
         self, units: Sequence[Unit], config: EngineConfig, consensus: Consensus, bind: Callable[[plan.Op], Operation]
@@ -125,12 +125,12 @@ class Programs:
         depth, numel = (config.prefetch_depth, config.prefetch_numel) if config.overlap_param_gather else (0, None)
         self._ahead = plan.Ahead(depth, numel, BUFFERS - 1 if has_slots else None)
         self.in_flight = plan.InFlight(config.reductions_in_flight, config.reduction_numel, has_slots)
-        """How many reductions may be on their way."""
+        """Number of reductions that may be on their way."""
         self._recorded: dict[Key, Program] = {}
         """Everything in place."""
         self._compiled: dict[Key, Compiled] = {}
         self._calls: dict[Key, collections.Counter[int]] = {}
-        """How often passes enter each unit."""
+        """Number of entries of passes into each unit."""
         if config.residency_nbytes:
             self.keep_resident(min(config.residency_nbytes, _MOST_NBYTES), range(1, len(units)))
             if not self.resident and dist.get_rank() == 0:
@@ -145,7 +145,7 @@ class Programs:
         return self._recorded.get(key)
 
     def calls(self, key: Key, unit: int) -> int:
-        """How often a forward of this kind enters a unit; 1 if it is not known to."""
+        """Number of entries of a forward of this kind into a unit; 1 if it is not known."""
         return self._calls.get(key, {}).get(unit, 1)
 
     def forget(self) -> None:

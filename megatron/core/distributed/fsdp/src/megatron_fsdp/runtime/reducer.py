@@ -38,9 +38,9 @@ class Reducer:
         self._in_flight: dict[Unit, list[tuple[FlatBuffer, Event]]] = {}
         """Staged gradients, allocated on the compute stream, until that has waited for their reduction."""
         self._crossing: collections.deque[tuple[torch.Tensor, Event]] = collections.deque()
-        """What was allocated on the inner axis' stream, until that has waited for the outer axis' to have read it."""
+        """Memory of the inner axis' stream, kept until that has waited for the outer axis' to have read it."""
         self._lends_to: Unit | None = None
-        """Whose gradients have last been computed where they are reduced from."""
+        """Unit whose gradients have last been computed in the place that they are reduced from."""
         self.before_collect: Callable[[ParamGroup], None] | None = None
         """Shown every group whose gradients of this backward are complete and still this rank's own."""
 
@@ -81,7 +81,7 @@ class Reducer:
                 self._issue(unit, group, staged)
 
     def lend(self, unit: Unit, group: ParamGroup, slot: int) -> torch.Tensor | None:
-        """Where the gradient of parameter `slot` of the unit's `group` may be computed; None: in memory of its own.
+        """Memory in which the gradient of parameter `slot` of the unit's `group` may be computed; None: its own.
 
         So it is while another unit's gradients are still being computed: where several forwards share a backward.
         """

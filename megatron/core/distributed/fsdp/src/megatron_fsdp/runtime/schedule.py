@@ -42,7 +42,7 @@ class Call:
 
     unit: int
     began: int
-    """When it began, in events counted by the schedule."""
+    """Event counter of the schedule at its beginning."""
     key: Key | None
     """Of the forward pass that it was in; None for recomputation."""
     forward: int
@@ -52,7 +52,7 @@ class Call:
     parent: Call | None
     """The call that it is inside of."""
     returned: int = 0
-    """When it returned."""
+    """Event counter of the schedule at its return."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -132,7 +132,7 @@ class Schedule:
         self._open: list[Call] = []
         """Calls that have not returned, the innermost one last."""
         self._used = [0] * len(units)
-        """How often each unit is in use: calls in forward, uses in backward, and holds."""
+        """Number of uses of each unit: calls in forward, uses in backward, and holds."""
         self._uses: list[tuple[int, int, int]] = []
         """Calls whose backward runs: unit, when the call began, and the graph task."""
         self._held: set[int] = set()
@@ -147,7 +147,7 @@ class Schedule:
         self._has_run = False
         """Some backward is over: memory has been used as it will be."""
         self.taken_by: str | None = None
-        """What shows parameters of its own in place of the schedule's; until it ends, no forward can run."""
+        """Name of the context that shows parameters of its own; until it ends, no forward can run."""
         self.on_order: Callable[[Sequence[Unit]], bool] = lambda units: True
         """Called between steps with the order in which units were found to run, until it says that it has taken it."""
         self._order_taken: tuple[int, ...] = ()
@@ -204,7 +204,7 @@ class Schedule:
 
     @property
     def gather_stream(self) -> object:
-        """Where gathered weights get their storage and give it back."""
+        """Stream on which gathered weights get their storage and give it back."""
         return self._gatherer.streams[0]
 
     @property
@@ -654,7 +654,7 @@ class Schedule:
     # -- reductions -----------------------------------------------------------------------------------------------
 
     def lend_gradient(self, unit: Unit, group: ParamGroup, slot: int) -> torch.Tensor | None:
-        """Where, in backward, the gradient of parameter `slot` of `group` may be computed; None: in other memory."""
+        """Memory in which backward may compute the gradient of parameter `slot` of `group`; None: other memory."""
         if not unit.has_staged_grads:
             self._make_room(unit)
         return self._reducer.lend(unit, group, slot)

@@ -20,7 +20,7 @@ from megatron_fsdp.runtime.unit import Unit
 
 
 class Kind(enum.Enum):
-    """What a stream does."""
+    """Work of a stream."""
 
     COMPUTE = "compute"
     GATHER = "gather"
@@ -46,7 +46,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Watch:
-    """What the schedule tells of its moments; a call and a comparison each while nobody asks for them."""
+    """Recorder of the schedule's moments; a call and a comparison each while nobody asks for them."""
 
     def __init__(self, device: Device):
         self._device = device
@@ -54,7 +54,7 @@ class Watch:
         self._units: list[Unit] = []
         """The units that compute, each inside the one before it."""
         self._lane: list[tuple[Unit | None, Kind, TimedEvent]] = []
-        """What the compute stream does from each moment on."""
+        """Work of the compute stream from each moment on."""
         self._beside: list[tuple[Unit, Kind, TimedEvent, TimedEvent]] = []
 
     def start(self) -> None:

@@ -88,7 +88,7 @@ class Unit:
         self._tensor_parallel = [param for param in self.trainable if isinstance(param, DTensor)]
         self.gather_event: Event | None = None
         self.refresh_event: Event | None = None
-        # What is asked several times in every call is worked out once: the host must run ahead of the device.
+        # Answers that every call asks for several times are worked out once: the host must run ahead of the device.
         self._gathering = [group for group in groups if group.plan.gathers_weights]
         self._refreshing = [group for group in groups if group.plan.refreshes_along_outer]
         self.refreshes = bool(self._refreshing)
@@ -199,7 +199,7 @@ class Unit:
         return any(group.main_grad is not None and group.main_grad.is_staged for group in self.groups)
 
     def grad_versions(self) -> list[tuple[int, int | None]]:
-        """What changes when more is added to a gradient."""
+        """Identity and version of each gradient, which change when more is added to it."""
         with without_overrides():
             return [(id(param.grad), version_of(param.grad)) for param in self.trainable]
 

@@ -99,7 +99,7 @@ class StateDictHooks:
 
 
 def names_inner_module(names: Iterable[str], module: nn.Module) -> bool:
-    """Whether more of the names fit the state dict of `module` as they are than without a leading `module.`.
+    """True if more of the names fit the state dict of `module` as they are than without a leading `module.`.
 
     Models may have a child called `module`. All names of one side fit it, and at most all but one the other.
     """
