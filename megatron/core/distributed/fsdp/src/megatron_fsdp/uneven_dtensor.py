@@ -1,6 +1,6 @@
 """Public helpers for DTensors whose ranks hold any number of rows: chunk metadata, full tensors, splits.
 
-Why torch alone is not enough, and what the metadata is for, is told in `dtensor/chunk_metadata.py`. The engine knows its
+`dtensor/chunk_metadata.py` tells why torch alone is not enough, and what the metadata is for. The engine knows its
 layout and calls `attach_chunk_metadata`; the functions here that communicate are for DTensors of unknown origin.
 """
 

@@ -80,7 +80,7 @@ def check_arguments(
         raise TypeError(f"expected a torch.nn.Module to shard, got {type(module).__name__}.")
     if any(hasattr(param, "_megatron_fsdp_owner") for param in module.parameters()):
         raise ValueError("the module is sharded already; pass the original one.")
-    given = {option: True for option in _ALSO_CONFIGURED if options.get(option)}
+    given: dict[str, Any] = {option: True for option in _ALSO_CONFIGURED if options.get(option)}
     config = resolve(
         dataclasses.replace(ddp_config or default_config(), **given),
         precision,

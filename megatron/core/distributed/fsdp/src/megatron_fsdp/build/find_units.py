@@ -144,7 +144,10 @@ def _managed_params(root: nn.Module) -> list[ManagedParam]:
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             fqn = f"{prefix}.{name}" if prefix else name
             found.setdefault(param, []).append((fqn, Place(weakref.ref(module), name)))
-    return [ManagedParam(param, *zip(*named, strict=True)) for param, named in found.items()]
+    return [
+        ManagedParam(param, tuple(fqn for fqn, _ in named), tuple(place for _, place in named))
+        for param, named in found.items()
+    ]
 
 
 def _units_around(fqn: str, units: dict[str, UnitPlan]) -> list[str]:

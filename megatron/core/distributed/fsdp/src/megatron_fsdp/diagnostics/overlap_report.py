@@ -79,12 +79,14 @@ class OverlapReport:
             schedule.watch.forget()
             return
         spent = schedule.watch.stop()
-        sums = {label: collections.Counter() for label in (*(unit.label for unit in schedule.units), _OUTSIDE)}
+        sums: dict[str, collections.defaultdict[str, float]] = {
+            label: collections.defaultdict(float) for label in (*(unit.label for unit in schedule.units), _OUTSIDE)
+        }
         for (unit, work), time_ms in spent.busy.items():
             sums[unit.label if unit is not None else _OUTSIDE][f"{work.value}_ms"] += time_ms
-        for (unit, _), time_ms in spent.exposed.items():
+        for (unit, _work), time_ms in spent.exposed.items():
             sums[unit.label if unit is not None else _OUTSIDE]["exposed_ms"] += time_ms
-        self._rows = tuple(Times(label=label, **times) for label, times in sums.items())
+        self._rows = tuple(Times(label=label, **times) for label, times in sums.items())  # type: ignore[arg-type]
         self.peak_memory = schedule.device.peak_memory()
 
     @property

@@ -41,7 +41,7 @@ def build_summary(schedule: Schedule, config: EngineConfig, pool: StoragePool) -
             f" Weights are gathered by copies out of {_mib(nbytes)} MiB of symmetric memory on each rank, which torch "
             "does not count as allocated."
         )
-    rows = [_COLUMNS]
+    rows: list[tuple[str, ...]] = [_COLUMNS]
     for (kind, *cells), alike in itertools.groupby(schedule.units, key=_cells):  # runs that differ only in name
         units = list(alike)
         note = f" (last of {len(units)} alike)" if len(units) > 1 else ""

@@ -99,7 +99,7 @@ def largest(numbers: Sequence[int], groups: Iterable[dist.ProcessGroup], device:
     return most.tolist()
 
 
-def _prepare(full: torch.Tensor, axis: Axis, scale: GradScale) -> dist.ReduceOp.RedOpType:
+def _prepare(full: torch.Tensor, axis: Axis, scale: GradScale) -> dist.ReduceOp | dist.ReduceOp.RedOpType:
     """Scales `full` unless the reduction can, and gives the reduction operator."""
     if scale.pre == 1.0:
         return scale.op

@@ -90,10 +90,10 @@ class FSDPDistributedIndex:
             names = ("dp_outer_dim", "hybrid_fsdp_group")
             given, missing = names if self.use_hybrid_fsdp else reversed(names)
             raise ValueError(f"{given} is given without {missing}; hybrid sharding needs both, plain sharding neither.")
-        missing = [name for name in ("dp_outer_dim", "expt_device_mesh") if getattr(self, name) is None]
-        if self.hybrid_fsdp_expt_group is not None and missing:
+        absent = [name for name in ("dp_outer_dim", "expt_device_mesh") if getattr(self, name) is None]
+        if self.hybrid_fsdp_expt_group is not None and absent:
             raise ValueError(
-                f"hybrid_fsdp_expt_group is given without {' and '.join(missing)}; it is all the ranks of outer x "
+                f"hybrid_fsdp_expt_group is given without {' and '.join(absent)}; it is all the ranks of outer x "
                 "shard of the expert mesh, so pass all three or leave it out."
             )
         option_of: dict[str, str] = {}
@@ -121,7 +121,7 @@ class FSDPDistributedIndex:
         for is_expert, mesh in self._meshes.items():
             for dims in (dims for dims in combinations if None not in dims):
                 with contextlib.suppress(KeyError, RuntimeError):  # torch slices dimensions in the mesh's own order
-                    library[(*dims, is_expert)] = mesh[dims]
+                    library[dims + (is_expert,)] = mesh[dims]
         return library
 
     def _check_groups(self) -> None:

@@ -202,7 +202,7 @@ def memberships() -> int:
     return len(dist.distributed_c10d._world.pg_names)
 
 
-def nccl_backend(group: dist.ProcessGroup, device: torch.device) -> dist.Backend:
+def nccl_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
     """The backend of `group` for CUDA tensors; it makes and registers memory pools (torch 2.7 to 2.13)."""
     return group._get_backend(device)
 

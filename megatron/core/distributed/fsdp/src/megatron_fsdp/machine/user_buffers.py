@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,7 +113,7 @@ class UserBuffers(RegionMemory):
             )
 
 
-def _register(backend: dist.Backend, pool: torch.cuda.MemPool, *, as_window: bool) -> bool:
+def _register(backend: Any, pool: torch.cuda.MemPool, *, as_window: bool) -> bool:
     """Registers a pool's segments, those to come too. **Collective** if `as_window`. True if they became windows."""
     try:
         backend.register_mem_pool(pool, symm=as_window)

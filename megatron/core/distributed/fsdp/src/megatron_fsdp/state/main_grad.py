@@ -188,7 +188,7 @@ class MainGrad:
             for slot, param in enumerate(self._spec.params):
                 param.grad = None
                 if getattr(param, "grad_added_to_main_grad", False):
-                    param.grad_added_to_main_grad = False
+                    param.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # a tag of megatron-core's
                     grads[slot] = self.staged_grad(slot)
         return grads
 
@@ -311,7 +311,8 @@ class MainGrad:
                 view = None
                 self._attached.pop(slot, None)
             elif view is None:
-                view = param.megatron_fsdp_spec.wrap_grad(data, self._final_spans[slot])
+                spec = param.megatron_fsdp_spec  # type: ignore[attr-defined]  # a tag, see param_tags.py
+                view = spec.wrap_grad(data, self._final_spans[slot])
                 self._attached[slot] = view
             setattr(param, self._attribute, view)
         self.is_current = is_final

@@ -59,8 +59,7 @@ def fsdp_single_owner(module_or_param: torch.nn.Module | torch.nn.Parameter) -> 
 def _tag(module_or_param: torch.nn.Module | torch.nn.Parameter, tag: str, function: str) -> None:
     if not isinstance(module_or_param, (torch.nn.Module, torch.nn.Parameter)):
         raise TypeError(f"{function} expects a Module or a Parameter, got {type(module_or_param).__name__}.")
-    is_module = isinstance(module_or_param, torch.nn.Module)
-    for param in module_or_param.parameters() if is_module else [module_or_param]:
+    for param in [module_or_param] if isinstance(module_or_param, torch.nn.Parameter) else module_or_param.parameters():
         setattr(param, tag, True)
 
 
