@@ -81,7 +81,7 @@ def step(machine: Machine, work: Work, hosts: int, *, is_hybrid: bool, gpus: int
     return Step(max(busy, wire), wire, crossing)
 
 
-#: Measured on 4 H200 of one host (docs/performance.md): what, the work, milliseconds.
+#: Measured on 4 H200 of one host (docs/lab/measurements.md): what, the work, milliseconds.
 MEASURED = (
     ("8B, 4096 tokens", Work(compute_s=0.3726), 429.2),
     ("8B, 4096 tokens, resident", Work(compute_s=0.378, is_resident=True), 431.2),
