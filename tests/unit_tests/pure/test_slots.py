@@ -3,7 +3,7 @@
 from unittest import mock
 
 from megatron_fsdp.build.storage import plan_buffers
-from megatron_fsdp.config import BufferPolicy
+from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.plan.double_buffer import Needs, PersistentBuffer, assign_buffers
 
 
@@ -49,8 +49,9 @@ def built_unit(fqn: str) -> mock.Mock:
 
 def test_a_unit_around_others_never_shares_but_may_keep() -> None:
     nested = [built_unit(fqn) for fqn in ("outer", "outer.first", "outer.second")]
-    for only_alike in (True, False):
-        buffers = plan_buffers(nested, BufferPolicy(has_slots=True, only_alike=only_alike))
+    for option in ("fsdp_double_buffer", "megatron_fsdp_max_pool_double_buffer"):
+        buffers = plan_buffers(nested, EngineConfig(**{option: True}))
         assert set(buffers) == {"outer.first.0", "outer.second.0"}
-    buffers = plan_buffers(nested, BufferPolicy(has_slots=True, keeps_misfits=True))
+    keeping = EngineConfig(fsdp_double_buffer=True, fsdp_db_use_persist_buf_on_alloc_fail=True)
+    buffers = plan_buffers(nested, keeping)
     assert buffers["outer.0"] == PersistentBuffer("own outer.0", 3, is_shared=False)

@@ -114,7 +114,7 @@ OPTIONS = [
     ({"residency_bytes": "1GB"}, ValueError, r"^residency_bytes \(fsdp_residency_bytes\) is '1GB'; expected bytes"),
     ({"residency_bytes": 1, "fsdp_double_buffer": True}, ValueError, "^residency_bytes .* is 1, .*leave out one of"),
     ({"fsdp_double_buffer": "False"}, ValueError, "^fsdp_double_buffer is 'False'; expected True or False"),
-    ({"maxpool_double_buffer": 2}, ValueError, "^maxpool_double_buffer is 2; expected True or False"),
+    ({"maxpool_double_buffer": 2}, ValueError, "^megatron_fsdp_max_pool_double_buffer is 2; expected True or False"),
     ({"sync_model_each_microbatch": "False"}, ValueError, "^sync_model_each_microbatch is 'False'; expected True or"),
     ({"preproc_state_dict_for_dcp_ckpt": "no"}, ValueError, "^preproc_state_dict_for_dcp_ckpt is 'no'; expected True"),
     ({"device": "meta"}, ValueError, "^device is 'meta'; expected one to compute on"),

@@ -1,4 +1,4 @@
-"""The user's configuration, resolved to one frozen `EngineConfig`."""
+"""Options: as users give them, and as one frozen `EngineConfig` that the engine reads."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import dataclasses
 import enum
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
-from megatron_fsdp.plan.strategy import NO_SHARD, OUTER_STRATEGIES, RESTING
+from megatron_fsdp.plan.strategy import OUTER_STRATEGIES, RESTING, plan_for
+
+#: Units gathered ahead of the one that computes, where no number of elements is given.
+UNITS_AHEAD = 1
+#: Unreduced gradient buffers alive at a time, where no number of elements is given.
+REDUCTIONS_IN_FLIGHT = 2
 
 
 class ShardingStrategy(enum.IntEnum):
@@ -45,7 +52,7 @@ class MixedPrecisionPolicy:
                 )
 
 
-#: Frozen, so one object can be everybody's default.
+#: Frozen, so one object can be the default of every signature.
 DEFAULT_POLICY = MixedPrecisionPolicy()
 
 
@@ -145,32 +152,6 @@ def default_config() -> DistributedDataParallelConfig:
     )
 
 
-#: Options that are understood but whose feature is not there: option -> (the value that means off, the reason).
-_NOT_YET: dict[str, tuple[object, str]] = {
-    "fp8_param_gather": (False, "the TransformerEngine weight codec is missing"),
-    "keep_fp8_transpose_cache": (False, "the TransformerEngine weight codec is missing"),
-    "megatron_fsdp_cuda_graph_mode": (False, "gradients are attached anew in every step"),
-}
-
-
-def agreed_precision(config: DistributedDataParallelConfig, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """The dtypes of `config` and `policy`, each of which may leave one at its default.
-
-    Raises:
-        ValueError: both ask for something else than the default, and not for the same.
-    """
-    chosen = {}
-    for field in dataclasses.fields(MixedPrecisionPolicy):
-        ours, theirs = getattr(policy, field.name), getattr(config, f"megatron_fsdp_{field.name}")
-        if ours != theirs and field.default not in (ours, theirs):
-            raise ValueError(
-                f"mixed_precision_policy.{field.name}={ours} contradicts ddp_config's megatron_fsdp_{field.name}="
-                f"{theirs}; set one of them, or both alike."
-            )
-        chosen[field.name] = theirs if ours == field.default else ours
-    return MixedPrecisionPolicy(**chosen)
-
-
 def strategy_name(value: str | int, option: str, allowed: tuple[str, ...] = tuple(RESTING)) -> str:
     """The canonical name of a strategy given by name or number.
 
@@ -186,173 +167,27 @@ def strategy_name(value: str | int, option: str, allowed: tuple[str, ...] = tupl
     return name
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BufferPolicy:
-    """Memory policy of gathered weights, and of gradients on their way."""
+def shards_anything(strategy: str | int, option: str) -> bool:
+    """True for strategies that divide weights, gradients or optimizer state among ranks; `option` gives the strategy.
 
-    has_slots: bool = False
-    """Units take turns in two fixed slots."""
-    only_alike: bool = True
-    """Slots are for the largest set of alike units; False: large enough for every unit."""
-    keeps_misfits: bool = False
-    """Storages that do not fit the slots have memory of their own that they never give back."""
-    is_registered: bool = False
-    """The memory is NCCL's, and known to its communicators."""
-    is_symmetric: bool = True
-    """Registered as symmetric windows where NCCL can."""
-    registers_late: bool = False
-    """Registered when the user says so."""
+    Raises:
+        ValueError: there is no such strategy.
+    """
+    return plan_for(strategy_name(strategy, option)).shards_anything
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """Everything the engine reads, validated; nothing in it changes after construction."""
-
-    inner_strategy: str
-    outer_strategy: str
-    precision: MixedPrecisionPolicy
-    overlap_grad_reduce: bool
-    overlap_param_gather: bool
-    average_in_collective: bool
-    calculate_per_token_loss: bool
-    gradient_reduce_div_fusion: bool
-    use_decoupled_grad: bool
-    gather_in_start_param_sync: bool
-    bucket_numel: int | None
-    checks_grads: bool = False
-    """Reduced gradients that are not finite raise."""
-    blames_ranks: bool = False
-    """Unreduced gradients are looked at too, to say whose they were."""
-    prefetch_depth: int = 1
-    """Units gathered ahead of the one that computes."""
-    prefetch_numel: int | None = None
-    """Elements gathered ahead; replaces `prefetch_depth`."""
-    reductions_in_flight: int = 2
-    """Unreduced gradient buffers alive at a time."""
-    reduction_numel: int | None = None
-    """Elements of those buffers; replaces `reductions_in_flight`, but one buffer is always allowed."""
-    is_fine_grained: bool = False
-    """Modules inside units that own parameters are units."""
-    buffers: BufferPolicy = BufferPolicy()
-    """Memory of what is communicated."""
-    residency_nbytes: int | None = 0
-    """Bytes for weights that stay gathered through a step; None: what the first step leaves free."""
-    gathers_by_copies: bool = False
-    """Over the inner axis ranks copy weights out of each other's memory."""
-    hang_report_s: float = 0.0
-    """Seconds without any event after which a rank logs where it is; 0: never."""
-    is_strict: bool = False
-    """Every forward is checked for mistakes, not the first ones only."""
-
-    @property
-    def strategy_label(self) -> str:
-        """The strategies for people, an outer one only where it shards."""
-        return self.inner_strategy + (f" inside {self.outer_strategy}" if self.outer_strategy != NO_SHARD else "")
-
-
-#: Options that mean something only with another one: option -> (that one, in words, and whether it is on).
-_NEEDS = {
-    "fsdp_db_use_persist_buf_on_alloc_fail": ("fsdp_double_buffer=True", lambda policy: policy.has_slots),
-    "disable_symmetric_registration": ("nccl_ub=True", lambda policy: policy.is_registered),
-    "fsdp_manual_registration": ("nccl_ub=True", lambda policy: policy.is_registered),
+#: Options that are understood but whose feature is not there -> the reason.
+_NOT_YET = {
+    "fp8_param_gather": "the TransformerEngine weight codec is missing",
+    "keep_fp8_transpose_cache": "the TransformerEngine weight codec is missing",
+    "megatron_fsdp_cuda_graph_mode": "gradients are attached anew in every step",
 }
-
-
-def buffer_policy(config: DistributedDataParallelConfig) -> BufferPolicy:
-    """Policy of communication buffers that the options ask for.
-
-    Raises:
-        ValueError: an option has no meaning without another one, or memory that can be registered without a fixed
-            place cannot be had.
-    """
-    policy = BufferPolicy(
-        has_slots=config.fsdp_double_buffer or config.megatron_fsdp_max_pool_double_buffer or config.nccl_ub,
-        only_alike=not config.megatron_fsdp_max_pool_double_buffer,
-        keeps_misfits=config.fsdp_db_use_persist_buf_on_alloc_fail,
-        is_registered=config.nccl_ub,
-        is_symmetric=not config.disable_symmetric_registration,
-        registers_late=config.fsdp_manual_registration,
-    )
-    for option, (needed, is_on) in _NEEDS.items():
-        if getattr(config, option) and not is_on(policy):
-            raise ValueError(f"{option}=True needs {needed}; set that too, or leave it out.")
-    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if config.nccl_ub and "expandable_segments:true" in os.environ.get(variable, "").replace(" ", "").lower():
-            raise ValueError(
-                f"nccl_ub=True registers memory with NCCL, whose segments must stay what they are, but {variable}="
-                f"{os.environ[variable]!r}; take expandable_segments out of it."
-            )
-    return policy
-
-
-def resolve(
-    config: DistributedDataParallelConfig,
-    precision: MixedPrecisionPolicy,
-    *,
-    calculate_per_token_loss: bool = False,
-    disable_bucketing: bool = False,
-    report_nan_in_param_grad: bool = False,
-    is_fine_grained: bool = False,
-) -> EngineConfig:
-    """`config` and `precision` as one frozen value.
-
-    Raises:
-        ValueError: an option has no meaning, or two contradict each other.
-        NotImplementedError: an option asks for a feature that is not there.
-    """
-    check_switches(
-        {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.type == "bool"}
-    )
-    for name, (off, reason) in _NOT_YET.items():
-        if getattr(config, name) != off:
-            came = getattr(config, name)
-            raise NotImplementedError(f"{name}={came!r} is not supported yet: {reason}. Use {name}={off!r}.")
-    inner = strategy_name(config.data_parallel_sharding_strategy, "zero_dp_strategy")
-    outer = strategy_name(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy", OUTER_STRATEGIES)
-    if outer != NO_SHARD and inner != "optim_grads_params":
-        raise ValueError(
-            f"outer_dp_sharding_strategy={outer!r} needs zero_dp_strategy='optim_grads_params' (3), got {inner!r}: "
-            "sharding the optimizer outside an inner axis that keeps more than shards leaves no contiguous piece."
-        )
-    for name in ("bucket_size", "suggested_communication_unit_size"):
-        numel = getattr(config, name)
-        if numel is not None and (isinstance(numel, bool) or not isinstance(numel, int) or numel < 1):
-            raise ValueError(f"{name} is {numel!r}; expected a positive number of elements, or None")
-    row = RESTING[inner]
-    return EngineConfig(
-        inner_strategy=inner,
-        outer_strategy=outer,
-        precision=agreed_precision(config, precision),
-        overlap_grad_reduce=config.overlap_grad_reduce or row.main_grad is RESTING["optim_grads"].main_grad,
-        overlap_param_gather=config.overlap_param_gather or row.weight is RESTING["optim_grads_params"].weight,
-        average_in_collective=config.average_in_collective,
-        calculate_per_token_loss=calculate_per_token_loss,
-        gradient_reduce_div_fusion=config.gradient_reduce_div_fusion,
-        use_decoupled_grad=config.megatron_fsdp_use_decoupled_grad,
-        gather_in_start_param_sync=config.fsdp_all_gather_in_start_param_sync,
-        bucket_numel=None if disable_bucketing else config.bucket_size,
-        checks_grads=config.check_for_nan_in_grad or report_nan_in_param_grad,
-        blames_ranks=report_nan_in_param_grad,
-        prefetch_numel=config.suggested_communication_unit_size,
-        reduction_numel=config.suggested_communication_unit_size,
-        is_fine_grained=is_fine_grained or config.megatron_fsdp_enable_fine_grained_param_gather,
-        buffers=buffer_policy(config),
-        residency_nbytes=_residency_nbytes(config),
-        gathers_by_copies=_gathers_by_copies(config, inner),
-        hang_report_s=_hang_report_s(),
-        is_strict=os.environ.get("MEGATRON_FSDP_STRICT", "0") not in ("", "0"),
-    )
-
-
-def check_switches(given: Mapping[str, object]) -> None:
-    """Checks options that are on or off, by name: any text, "False" too, would mean True.
-
-    Raises:
-        ValueError: one is neither True nor False.
-    """
-    for name, came in given.items():
-        if came not in (True, False):
-            raise ValueError(f"{name} is {came!r}; expected True or False")
+#: Options that mean something only with another one -> that one.
+_NEEDS = {
+    "fsdp_db_use_persist_buf_on_alloc_fail": "fsdp_double_buffer",
+    "disable_symmetric_registration": "nccl_ub",
+    "fsdp_manual_registration": "nccl_ub",
+}
 
 
 def _hang_report_s() -> float:
@@ -366,29 +201,159 @@ def _hang_report_s() -> float:
     return seconds
 
 
-def _residency_nbytes(config: DistributedDataParallelConfig) -> int | None:
-    value = config.fsdp_residency_bytes
-    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-        raise ValueError(
-            f"residency_bytes (fsdp_residency_bytes) is {value!r}; expected bytes, an int of 0 or more, or 'auto'"
-        )
-    if value != 0 and buffer_policy(config).has_slots:
-        raise ValueError(
-            f"residency_bytes (fsdp_residency_bytes) is {value!r}, which lets units keep their memory, but in a double "
-            "buffer they take turns; leave out one of the two."
-        )
-    return None if value == "auto" else value
+def _is_strict() -> bool:
+    return os.environ.get("MEGATRON_FSDP_STRICT", "0") not in ("", "0")
 
 
-def _gathers_by_copies(config: DistributedDataParallelConfig, inner: str) -> bool:
-    if not config.fsdp_copy_engine_gather:
-        return False
-    option = "copy_engine_gather=True (fsdp_copy_engine_gather)"
-    if inner == NO_SHARD:
-        raise ValueError(f"{option} is about gathers, but zero_dp_strategy={inner!r} makes none; leave it out.")
-    if config.nccl_ub:
-        raise ValueError(
-            f"{option} gathers without NCCL, with which nccl_ub=True registers the memory of gathers; leave out one of "
-            "the two."
-        )
-    return True
+@dataclasses.dataclass(kw_only=True)
+class EngineConfig(DistributedDataParallelConfig):
+    """Every option of one sharded model, checked, complete and frozen. The engine reads options from here only.
+
+    Strategies may be given by number and are then known by name; what other options imply is turned on.
+
+    Raises:
+        ValueError: an option has no meaning, or two contradict each other.
+        TypeError: the mixed-precision policy is not a `MixedPrecisionPolicy`.
+        NotImplementedError: an option asks for a feature that is not there.
+    """
+
+    mixed_precision_policy: MixedPrecisionPolicy = DEFAULT_POLICY
+    """The dtypes to use: those of the policy that was given, and of the fields `megatron_fsdp_*_dtype`."""
+    fsdp_unit_modules: Sequence[type | str] | None = None
+    root_params: Collection[nn.Parameter] = ()
+    fine_grained_recurse_module_types: Sequence[type | str] | None = None
+    device: torch.device | str | None = None
+    disable_bucketing: bool = False
+    """Ignore `bucket_size`."""
+    calculate_per_token_loss: bool = False
+    init_model_with_meta_device: bool = False
+    sync_model_each_microbatch: bool = False
+    preproc_state_dict_for_dcp_ckpt: bool = True
+    report_nan_in_param_grad: bool = False
+    """Implies `check_for_nan_in_grad`."""
+    hang_report_s: float = dataclasses.field(default_factory=_hang_report_s)
+    """Seconds without any event after which a rank logs where it is; 0: never."""
+    is_strict: bool = dataclasses.field(default_factory=_is_strict)
+    """Every forward is checked for mistakes, not the first ones only."""
+
+    @classmethod
+    def of(cls, ddp_config: DistributedDataParallelConfig, **options: Any) -> EngineConfig:
+        """The options of `ddp_config`, but for those in `options`, which are fields of this class."""
+        fields = dataclasses.fields(DistributedDataParallelConfig)
+        return cls(**({field.name: getattr(ddp_config, field.name) for field in fields} | options))
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool" and value not in (True, False):  # any text, "False" too, would mean True
+                raise ValueError(f"{field.name} is {value!r}; expected True or False")
+            if field.name in _NOT_YET and value:
+                raise NotImplementedError(
+                    f"{field.name}=True is not supported yet: {_NOT_YET[field.name]}. Use {field.name}=False."
+                )
+        self._complete()
+        self._check_strategies()
+        self._check_buffers()
+        for name in ("bucket_size", "suggested_communication_unit_size"):
+            numel = getattr(self, name)
+            if numel is not None and (isinstance(numel, bool) or not isinstance(numel, int) or numel < 1):
+                raise ValueError(f"{name} is {numel!r}; expected a positive number of elements, or None")
+        is_cut = self.megatron_fsdp_enable_fine_grained_param_gather
+        if self.fine_grained_recurse_module_types is not None and not is_cut:
+            raise ValueError("fine_grained_recurse_module_types needs enable_fine_grained_param_gather_hook=True.")
+        self._is_frozen = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # By hand, because a frozen dataclass cannot extend one that its users may change.
+        if hasattr(self, "_is_frozen"):
+            raise dataclasses.FrozenInstanceError(f"cannot assign to {name!r}")
+        super().__setattr__(name, value)
+
+    def _complete(self) -> None:
+        """Gives every option its one meaning."""
+        inner = strategy_name(self.data_parallel_sharding_strategy, "zero_dp_strategy")
+        self.data_parallel_sharding_strategy = inner
+        outer = strategy_name(self.outer_dp_sharding_strategy, "outer_dp_sharding_strategy", OUTER_STRATEGIES)
+        self.outer_dp_sharding_strategy = outer
+        self.mixed_precision_policy = _agreed_precision(self, self.mixed_precision_policy)
+        self.overlap_grad_reduce |= plan_for(inner).reduces_each_microbatch
+        self.overlap_param_gather |= plan_for(inner).gathers_weights
+        self.check_for_nan_in_grad |= self.report_nan_in_param_grad
+        self.fsdp_double_buffer |= self.nccl_ub or self.megatron_fsdp_max_pool_double_buffer
+
+    def _check_strategies(self) -> None:
+        inner = self.data_parallel_sharding_strategy
+        if self.shards_outer_axis and not plan_for(inner).gathers_weights:
+            raise ValueError(
+                f"outer_dp_sharding_strategy={self.outer_dp_sharding_strategy!r} needs zero_dp_strategy="
+                f"'optim_grads_params' (3), got {inner!r}: sharding the optimizer outside an inner axis that keeps "
+                "more than shards leaves no contiguous piece."
+            )
+        if self.init_model_with_meta_device and not plan_for(inner).shards_anything:
+            raise ValueError(
+                "init_model_with_meta_device=True is for models that do not fit on one device, but zero_dp_strategy="
+                f"{inner!r} keeps the whole model on each; choose a strategy that shards, or initialise it first."
+            )
+        if self.fsdp_copy_engine_gather and not plan_for(inner).shards_anything:
+            raise ValueError(
+                "copy_engine_gather=True (fsdp_copy_engine_gather) is about gathers, but zero_dp_strategy="
+                f"{inner!r} makes none; leave it out."
+            )
+
+    def _check_buffers(self) -> None:
+        for option, needed in _NEEDS.items():
+            if getattr(self, option) and not getattr(self, needed):
+                raise ValueError(f"{option}=True needs {needed}=True; set that too, or leave it out.")
+        for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+            if self.nccl_ub and "expandable_segments:true" in os.environ.get(variable, "").replace(" ", "").lower():
+                raise ValueError(
+                    f"nccl_ub=True registers memory with NCCL, whose segments must stay what they are, but {variable}="
+                    f"{os.environ[variable]!r}; take expandable_segments out of it."
+                )
+        if self.fsdp_copy_engine_gather and self.nccl_ub:
+            raise ValueError(
+                "copy_engine_gather=True (fsdp_copy_engine_gather) gathers without NCCL, with which nccl_ub=True "
+                "registers the memory of gathers; leave out one of the two."
+            )
+        nbytes = self.fsdp_residency_bytes
+        if nbytes != "auto" and (not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 0):
+            raise ValueError(
+                f"residency_bytes (fsdp_residency_bytes) is {nbytes!r}; expected bytes, an int of 0 or more, or 'auto'"
+            )
+        if nbytes != 0 and self.fsdp_double_buffer:
+            raise ValueError(
+                f"residency_bytes (fsdp_residency_bytes) is {nbytes!r}, which lets units keep their memory, but in a "
+                "double buffer they take turns; leave out one of the two."
+            )
+
+    @property
+    def shards_outer_axis(self) -> bool:
+        """The optimizer state is divided along the outer axis too."""
+        return plan_for(self.outer_dp_sharding_strategy).shards_anything
+
+    @property
+    def strategy_label(self) -> str:
+        """The strategies for people, an outer one only where it shards."""
+        outer = f" inside {self.outer_dp_sharding_strategy}" if self.shards_outer_axis else ""
+        return self.data_parallel_sharding_strategy + outer
+
+
+def _agreed_precision(config: DistributedDataParallelConfig, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """The dtypes of `config` and `policy`, each of which may leave one at its default.
+
+    Raises:
+        TypeError: `policy` is not one.
+        ValueError: both ask for something else than the default, and not for the same.
+    """
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(f"mixed_precision_policy is {policy!r}; expected a MixedPrecisionPolicy.")
+    chosen = {}
+    for field in dataclasses.fields(MixedPrecisionPolicy):
+        ours, theirs = getattr(policy, field.name), getattr(config, f"megatron_fsdp_{field.name}")
+        if ours != theirs and field.default not in (ours, theirs):
+            raise ValueError(
+                f"mixed_precision_policy.{field.name}={ours} contradicts ddp_config's megatron_fsdp_{field.name}="
+                f"{theirs}; set one of them, or both alike."
+            )
+        chosen[field.name] = theirs if ours == field.default else ours
+    return MixedPrecisionPolicy(**chosen)

@@ -14,15 +14,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.attachments import attach
 from megatron_fsdp.build.build_units import BuildRequest, build_units, grad_scales
-from megatron_fsdp.build.check_arguments import check_arguments
+from megatron_fsdp.build.check_arguments import plan_model
 from megatron_fsdp.build.find_units import UnitPlan
 from megatron_fsdp.build.storage import make_pool, prepare
-from megatron_fsdp.config import DEFAULT_POLICY, DistributedDataParallelConfig, MixedPrecisionPolicy, default_config
-from megatron_fsdp.diagnostics.guards import StepGuard
+from megatron_fsdp.config import (
+    DEFAULT_POLICY,
+    DistributedDataParallelConfig,
+    EngineConfig,
+    MixedPrecisionPolicy,
+    default_config,
+)
+from megatron_fsdp.diagnostics.guards import ForwardGuard, StepGuard
+from megatron_fsdp.diagnostics.hang_report import report_hangs
 from megatron_fsdp.diagnostics.nan_report import NanReport, NonFiniteGradientError
 from megatron_fsdp.diagnostics.overlap_report import OverlapReport
+from megatron_fsdp.diagnostics.refusals import refuse_hooks, refuse_moves
 from megatron_fsdp.diagnostics.summary import build_summary
 from megatron_fsdp.dtensor.shard_spec import make_sharded_param, tensor_parallel_group
 from megatron_fsdp.dtensor.tensor_parallel_checks import check_replicas, check_tensor_parallel
@@ -33,11 +40,13 @@ from megatron_fsdp.machine.torch_compat import uncompiled
 from megatron_fsdp.optim.grad_norm import clip_grad_norm
 from megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_fsdp.plan.strategy import Placement
+from megatron_fsdp.runtime.hooks import install_hooks
 from megatron_fsdp.runtime.preconditions import check_idle, check_not_taken, showing_sharded
 from megatron_fsdp.runtime.schedule import Schedule
+from megatron_fsdp.runtime.unit import Unit
 from megatron_fsdp.state_dict.full_params import full_params
 from megatron_fsdp.state_dict.full_state_dict import check_is_whole, full_state_dict, whole_shards
-from megatron_fsdp.state_dict.hooks import names_inner_module
+from megatron_fsdp.state_dict.hooks import StateDictHooks, names_inner_module
 
 logger = logging.getLogger(__name__)
 
@@ -103,37 +112,73 @@ class MegatronFSDP(nn.Module):
         *,
         root_params: Collection[nn.Parameter] = (),
     ):
-        options = {name: value for name, value in locals().items() if name != "self"}
-        super().__init__()
-        has_expert_mesh = dist_index.expt_fsdp_group is not None
-        checked = check_arguments(module, ddp_config, mixed_precision_policy, options, has_expert_mesh=has_expert_mesh)
-        check_tensor_parallel([param for plan in checked.plans for param in plan.params], dist_index)
-        self.ddp_config = ddp_config or default_config()
-        self.mp_policy = checked.config.precision
-        self.dist_index = dist_index
-        self.fsdp_unit_modules = fsdp_unit_modules
-        self.config_resolved = checked.config
-        self.data_parallel_sharding_strategy = self.config_resolved.inner_strategy
-        self.bucket_size = self.config_resolved.bucket_numel
-        machine = Device.current() if device is None else Device(torch.device(device))
-        self.device = machine.torch_device
-        request = BuildRequest(
-            module=module,
-            index=dist_index,
-            config=self.config_resolved,
-            pool=make_pool(self.pool_class(), self.config_resolved, dist_index, machine.torch_device),
-            device=self.device,
-            from_meta=init_model_with_meta_device,
+        ddp_config = ddp_config or default_config()
+        config = EngineConfig.of(
+            ddp_config,
+            mixed_precision_policy=mixed_precision_policy,
+            fsdp_unit_modules=fsdp_unit_modules,
+            root_params=root_params,
+            megatron_fsdp_enable_fine_grained_param_gather=enable_fine_grained_param_gather_hook
+            or enable_fine_grained_param_gather_backward_hook
+            or ddp_config.megatron_fsdp_enable_fine_grained_param_gather,
+            fine_grained_recurse_module_types=fine_grained_recurse_module_types,
+            device=device,
+            disable_bucketing=disable_bucketing,
+            calculate_per_token_loss=calculate_per_token_loss,
+            init_model_with_meta_device=init_model_with_meta_device,
+            sync_model_each_microbatch=sync_model_each_microbatch,
+            report_nan_in_param_grad=report_nan_in_param_grad,
+            keep_fp8_transpose_cache=keep_fp8_transpose_cache or ddp_config.keep_fp8_transpose_cache,
+            nccl_ub=nccl_ub or ddp_config.nccl_ub,
+            fsdp_double_buffer=fsdp_double_buffer or ddp_config.fsdp_double_buffer,
+            fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail
+            or ddp_config.fsdp_db_use_persist_buf_on_alloc_fail,
+            disable_symmetric_registration=disable_symmetric_registration or ddp_config.disable_symmetric_registration,
         )
-        self._build(request, checked.plans, machine)
-        self.set_model_auto_sync(sync_model_each_microbatch)
+        plans = plan_model(module, config, has_expert_mesh=dist_index.expt_fsdp_group is not None)
+        self._shard(module, dist_index, config, plans)
 
-    def _build(self, request: BuildRequest, plans: list[UnitPlan], machine: Device) -> None:
-        units = build_units(request, plans)
-        self.module, config = request.module, self.config_resolved
-        schedule = self._schedule = Schedule(units, config, machine, grad_scales(self.dist_index, config))
-        prepare(request.pool, schedule)
-        owner = weakref.ref(self)  # parameters do not keep the model alive
+    @classmethod
+    def of_plans(
+        cls, module: nn.Module, dist_index: FSDPDistributedIndex, config: EngineConfig, plans: list[UnitPlan]
+    ) -> MegatronFSDP:
+        """The sharded model of a `module` that `plan_model` has planned under `config`. **Collective**."""
+        model = cls.__new__(cls)
+        model._shard(module, dist_index, config, plans)
+        return model
+
+    def _shard(
+        self, module: nn.Module, dist_index: FSDPDistributedIndex, config: EngineConfig, plans: list[UnitPlan]
+    ) -> None:
+        super().__init__()
+        check_tensor_parallel([param for plan in plans for param in plan.params], dist_index)
+        self.ddp_config = config
+        self.mp_policy = config.mixed_precision_policy
+        self.dist_index = dist_index
+        self.fsdp_unit_modules = config.fsdp_unit_modules
+        self.data_parallel_sharding_strategy = config.data_parallel_sharding_strategy
+        self.bucket_size = None if config.disable_bucketing else config.bucket_size
+        device = Device.current() if config.device is None else Device(torch.device(config.device))
+        self.device = device.torch_device
+        pool = make_pool(self.pool_class(), config, dist_index, self.device)
+        units = build_units(BuildRequest(module, dist_index, config, pool, self.device), plans)
+        self.module = module
+        schedule = self._schedule = Schedule(units, config, device, grad_scales(dist_index, config))
+        prepare(pool, schedule)
+        self._make_sharded_params(units)
+        self.param_and_grad_buffer = ParamAndGradBuffer(schedule, pool)
+        self._nan_report = None
+        if config.check_for_nan_in_grad:
+            self._nan_report = NanReport(schedule, dist_index, blames_ranks=config.report_nan_in_param_grad)
+        self.step_guard = StepGuard(schedule)
+        self.state_dict_hooks = self._attach()
+        self.set_model_auto_sync(config.sync_model_each_microbatch)
+        device.empty_cache()
+        if dist.get_rank() == 0:
+            logger.info("%s", build_summary(schedule, config, pool))
+
+    def _make_sharded_params(self, units: Sequence[Unit]) -> None:
+        """Replaces the user's parameters by sharded ones."""
         for unit in units:
             by_unsharded = {id(param.unsharded): param for param in unit.params}
             for group in unit.groups:
@@ -143,18 +188,26 @@ class MegatronFSDP(nn.Module):
                     unsharded.grad = None  # what the unsharded model left, out of reach now, would be added to
             unit.show_sharded()
         check_replicas({param.fqn: param.sharded for unit in units for param in unit.params})
-        self.param_and_grad_buffer = ParamAndGradBuffer(
-            schedule, request.pool, use_decoupled_grad=config.use_decoupled_grad
-        )
-        schedule.on_auto_sync = lambda: owner().finish_grad_sync()  # keeps no model alive
-        self._nan_report = None
-        if config.checks_grads:
-            self._nan_report = NanReport(schedule, self.dist_index, blames_ranks=config.blames_ranks)
-        self.step_guard = StepGuard(schedule)
-        self.state_dict_hooks = attach(self.module, schedule, owner)
-        machine.empty_cache()
-        if dist.get_rank() == 0:
-            logger.info("%s", build_summary(schedule, config, request.pool))
+
+    def _attach(self) -> StateDictHooks:
+        """Attaches everything that sharding puts on the user's modules and parameters: hooks, attributes, methods.
+
+        Nothing attached keeps the sharded model alive.
+        """
+        schedule, config, owner = self._schedule, self._schedule.config, weakref.ref(self)
+        for param in (param for unit in schedule.units for param in unit.params):
+            param.sharded._megatron_fsdp_owner = owner  # how an optimizer finds the model
+            param.unsharded.__fsdp_param__ = True  # read by megatron-core
+            refuse_hooks(param.sharded, param.fqn)
+        refuse_moves(self.module, owner)
+        schedule.on_auto_sync = lambda: owner().finish_grad_sync()
+        if config.hang_report_s:
+            report_hangs(schedule, config.hang_report_s)
+        install_hooks(schedule, ForwardGuard(schedule, is_strict=config.is_strict))
+        hooks = StateDictHooks(schedule)
+        hooks.preprocess = config.preproc_state_dict_for_dcp_ckpt
+        hooks.install(self.module)
+        return hooks
 
     @property
     def schedule(self) -> Schedule:
@@ -223,7 +276,7 @@ class MegatronFSDP(nn.Module):
 
     def start_grad_sync(self, *_: Any) -> None:
         """Without overlap, starts the reductions that were deferred to the end of the cycle. **Collective**."""
-        if not self.config_resolved.overlap_grad_reduce:
+        if not self._schedule.config.overlap_grad_reduce:
             self._schedule.finalize_open()
 
     @uncompiled
@@ -290,9 +343,9 @@ class MegatronFSDP(nn.Module):
 
         **Collective**. Optional: whatever is missing is gathered when needed, so `force_dispatch` changes nothing.
         """
-        if force_sync or not self.config_resolved.overlap_param_gather:
+        if force_sync or not self._schedule.config.overlap_param_gather:
             self._schedule.gather_all()
-        elif self.config_resolved.gather_in_start_param_sync:
+        elif self._schedule.config.fsdp_all_gather_in_start_param_sync:
             self._schedule.gather_ahead()
 
     def synchronize_param_gather(self) -> None:

@@ -23,7 +23,7 @@ class ParamAndGradBuffer:
     values that were changed in place, and a gradient that is taken off its parameter is gone. See `MainGrad`.
     """
 
-    def __init__(self, schedule: Schedule, pool: StoragePool, *, use_decoupled_grad: bool):
+    def __init__(self, schedule: Schedule, pool: StoragePool):
         self._schedule = schedule
         self._pool = pool
         self.parameter_groups: list[ParamGroup] = [group for unit in schedule.units for group in unit.groups]
@@ -33,7 +33,7 @@ class ParamAndGradBuffer:
         groups = [group for group in self.parameter_groups if group.main_grad is not None]
         self._trained = [(group, managed[id(param)]) for group in groups for param in group.params]
         self._main_grads: list[MainGrad] = [group.main_grad for group in groups]
-        attribute = "decoupled_grad" if use_decoupled_grad else "grad"
+        attribute = "decoupled_grad" if schedule.config.megatron_fsdp_use_decoupled_grad else "grad"
         for group in groups:
             group.main_grad.show_on([managed[id(param)].sharded for param in group.params], attribute)
 
@@ -124,7 +124,7 @@ class ParamAndGradBuffer:
             RuntimeError: `nccl_ub` with `fsdp_manual_registration` is off, so there is nothing to register; or the
                 buffers are registered already.
         """
-        register_late(self._pool, self._schedule.config.buffers)
+        register_late(self._pool, self._schedule.config)
 
 
 def _ids(params: Iterable[nn.Parameter] | None) -> Collection[int] | None:

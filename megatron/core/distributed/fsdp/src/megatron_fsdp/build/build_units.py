@@ -31,7 +31,7 @@ from megatron_fsdp.state.param_tags import has_single_owner, is_expert_param, is
 from megatron_fsdp.state.tensor_parallel import local_part
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class BuildRequest:
     """Arguments of `build_units` that all units share."""
 
@@ -40,7 +40,6 @@ class BuildRequest:
     config: EngineConfig
     pool: StoragePool
     device: torch.device
-    from_meta: bool
 
 
 def plan_and_check(
@@ -142,10 +141,10 @@ def build_units(request: BuildRequest, plans: list[UnitPlan]) -> list[Unit]:
     Raises:
         ValueError: ranks are to read each other's memory and cannot; on every data-parallel rank.
     """
-    peers = peer_gathers(request.index, Device(request.device)) if request.config.gathers_by_copies else {}
+    peers = peer_gathers(request.index, Device(request.device)) if request.config.fsdp_copy_engine_gather else {}
     units = []
     for position, plan in enumerate(plans):
-        if request.from_meta:
+        if request.config.init_model_with_meta_device:
             materialize(plan, request.device)
         groups = [
             _make_group(plan, request, f"{plan.fqn or 'root'}:{number}", group, peers)
@@ -155,7 +154,7 @@ def build_units(request: BuildRequest, plans: list[UnitPlan]) -> list[Unit]:
             dp_group = request.index.get_dp_group(group.spec.is_expert)
             group.load_initial(functools.partial(_first_rank_values, dp_group, request.device))
         units.append(Unit(position, plan.fqn, plan.module, groups, plan.params, is_root=plan.is_root))
-    if request.from_meta:
+    if request.config.init_model_with_meta_device:
         materialize_buffers(request.module, request.device)
     _broadcast_buffers(request)
     groups = [group for unit in units for group in unit.groups]
@@ -191,7 +190,8 @@ def _plan_groups(plan: UnitPlan, request: BuildRequest) -> tuple[GroupPlan, ...]
         )
         specs.append(ParamSpec(tuple(local_part(param).shape), key, codec.atom_rows(param), has_single_owner(param)))
     shards = {is_expert: _shard_count(request, is_expert) for is_expert in {spec.key.is_expert for spec in specs}}
-    return plan_groups(specs, shards, request.config.bucket_numel if plan.is_root else None)
+    is_cut = plan.is_root and not request.config.disable_bucketing
+    return plan_groups(specs, shards, request.config.bucket_size if is_cut else None)
 
 
 def _shard_count(request: BuildRequest, is_expert: bool) -> int:
@@ -204,8 +204,8 @@ def _shard_count(request: BuildRequest, is_expert: bool) -> int:
 def _strategy(request: BuildRequest, is_expert: bool, is_replicated: bool = False) -> StrategyPlan:
     outer, inner = request.index.axes(is_expert)
     config = request.config
-    names = (NO_SHARD, NO_SHARD) if is_replicated else (config.inner_strategy, config.outer_strategy)
-    return plan_for(*names, inner_size=inner.size, outer_size=outer.size)
+    names = (config.data_parallel_sharding_strategy, config.outer_dp_sharding_strategy)
+    return plan_for(*((NO_SHARD,) * 2 if is_replicated else names), inner_size=inner.size, outer_size=outer.size)
 
 
 def _make_group(
@@ -213,7 +213,7 @@ def _make_group(
 ) -> ParamGroup:
     params = tuple(plan.params[i].unsharded for i in group.members)
     codec = codec_for(params[0])
-    precision = request.config.precision
+    precision = request.config.mixed_precision_policy
     main_grads_dtype = precision.main_grads_dtype or params[0].dtype
     is_frozen = not group.key.requires_grad
     # A frozen weight is never updated: a second copy in another dtype would be memory for nothing.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.config import BufferPolicy, EngineConfig
+from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.allocator import DoubleBufferPool, StoragePool
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.machine.user_buffers import memory_for
@@ -24,19 +24,19 @@ def make_pool(
     base: StoragePool, config: EngineConfig, index: FSDPDistributedIndex, device: torch.device
 ) -> StoragePool:
     """The pool to build units from: `base`, or one with double buffers on top of it."""
-    if not config.buffers.has_slots:
+    if not config.fsdp_double_buffer:
         return base
-    return DoubleBufferPool(base, memory_for(config.buffers, index.communicators(), device))
+    return DoubleBufferPool(base, memory_for(config, index.communicators(), device))
 
 
 def prepare(pool: StoragePool, schedule: Schedule) -> None:
     """Assigns double buffers to the built units and allocates them. **Collective** if they are registered now."""
     if not isinstance(pool, DoubleBufferPool):
         return
-    policy, units, device = schedule.config.buffers, schedule.units, schedule.device
-    pool.buffers = plan_buffers(units, policy)
-    schedule.on_order = functools.partial(_rearrange, pool, policy, units)
-    if not pool.buffers and not policy.is_registered and dist.get_rank() == 0:
+    config, units, device = schedule.config, schedule.units, schedule.device
+    pool.buffers = plan_buffers(units, config)
+    schedule.on_order = functools.partial(_rearrange, pool, config, units)
+    if not pool.buffers and not config.nccl_ub and dist.get_rank() == 0:
         logger.warning(
             "double buffers have no effect: no unit's weights or gradients come and go. Use them with "
             "zero_dp_strategy 2 or 3, and name the modules that are units."
@@ -44,34 +44,35 @@ def prepare(pool: StoragePool, schedule: Schedule) -> None:
     with device.use(schedule.gather_stream):
         pool.fill([key for unit in units for key, _ in _weights(unit)], device.torch_device)
     pool.fill([key for unit in units for key, _ in _grads(unit)], device.torch_device)
-    if not policy.is_registered:
+    if not config.nccl_ub:
         return
     for group in (group for unit in units for group in unit.groups):
         # Gradients that are reduced where they accumulate are registered with the rest, so their memory must exist.
         if group.main_grad is not None and group.plan.defers_reduction:
             group.main_grad.allocate()
             group.main_grad.buffer.free()
-    if not policy.registers_late:
+    if not config.fsdp_manual_registration:
         pool.memory.register()
 
 
-def _rearrange(pool: DoubleBufferPool, policy: BufferPolicy, units: Sequence[Unit], order: Sequence[Unit]) -> bool:
+def _rearrange(pool: DoubleBufferPool, config: EngineConfig, units: Sequence[Unit], order: Sequence[Unit]) -> bool:
     """Reassigns the same buffers so that neighbours in `order` have different ones; False if one is occupied."""
     if pool.is_busy:
         return False
-    pool.buffers = plan_buffers(list(dict.fromkeys((*order, *units))), policy)
+    pool.buffers = plan_buffers(list(dict.fromkeys((*order, *units))), config)
     pool.warns = True
     return True
 
 
-def plan_buffers(units: Sequence[Unit], policy: BufferPolicy) -> dict[str, PersistentBuffer]:
+def plan_buffers(units: Sequence[Unit], config: EngineConfig) -> dict[str, PersistentBuffer]:
     """Persistent buffers by key, of gathered weights and of staged gradients, for units that run in this order."""
     # A unit around others is not done before the next but one begins.
     leaves = [unit for unit in units if not any(contains(unit, other) for other in units if other is not unit)]
-    buffers = assign_buffers("weights", [_weights(unit) for unit in leaves], only_alike=policy.only_alike)
+    only_alike = not config.megatron_fsdp_max_pool_double_buffer
+    buffers = assign_buffers("weights", [_weights(unit) for unit in leaves], only_alike=only_alike)
     grads = [_grads(unit) for unit in reversed(units)]
-    buffers |= assign_buffers("gradients", grads, only_alike=policy.only_alike)
-    if policy.keeps_misfits:
+    buffers |= assign_buffers("gradients", grads, only_alike=only_alike)
+    if config.fsdp_db_use_persist_buf_on_alloc_fail:
         for key, nbytes in (need for unit in units for need in storage_needs(unit)):
             buffers.setdefault(key, PersistentBuffer(f"own {key}", nbytes, is_shared=False))
     return buffers
@@ -91,13 +92,13 @@ def _grads(unit: Unit) -> Needs:
     return tuple((grad.staging_key, grad.staged_nbytes) for grad in grads if grad.staged_nbytes)
 
 
-def register_late(pool: StoragePool, policy: BufferPolicy) -> None:
+def register_late(pool: StoragePool, config: EngineConfig) -> None:
     """Registers communication buffers, once. **Collective**.
 
     Raises:
         RuntimeError: they are not to be registered, or not by hand, or have been.
     """
-    if not (policy.is_registered and policy.registers_late):
+    if not config.fsdp_manual_registration:
         raise RuntimeError("manual_buffer_registration() needs nccl_ub=True and fsdp_manual_registration=True.")
     if pool.memory.is_registered:
         raise RuntimeError("the communication buffers are registered already; call manual_buffer_registration() once.")

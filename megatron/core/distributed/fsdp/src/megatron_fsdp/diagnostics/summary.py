@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from megatron_fsdp.build.storage import storage_needs
-from megatron_fsdp.config import EngineConfig
+from megatron_fsdp.config import REDUCTIONS_IN_FLIGHT, UNITS_AHEAD, EngineConfig
 from megatron_fsdp.diagnostics.overlap_report import table
 from megatron_fsdp.machine.allocator import DoubleBufferPool, StoragePool
 from megatron_fsdp.plan.strategy import NO_SHARD
@@ -29,7 +29,7 @@ def build_summary(schedule: Schedule, config: EngineConfig, pool: StoragePool) -
         f"and {_mib(_staged_nbytes(schedule, config, groups))} MiB of gradients on their way "
         f"(recomputation over k units keeps k of them gathered)."
     )
-    if config.residency_nbytes is None:
+    if config.fsdp_residency_bytes == "auto":
         head += " What the first step leaves free will keep units gathered through a step."
     elif resident := schedule.resident:
         nbytes = sum(unit.gathered_nbytes for unit in resident)
@@ -84,20 +84,20 @@ def _gathered_nbytes(schedule: Schedule, config: EngineConfig, groups: Sequence[
     """The most that is gathered at once: the root, the largest other unit, and the units prefetched beside it."""
     root, *others = (facts.nbytes for facts in schedule.programs.facts)
     others.sort(reverse=True)
-    prefetched = sum(others[1 : 1 + config.prefetch_depth])
-    if config.prefetch_numel is not None and not config.buffers.has_slots:
+    prefetched = sum(others[1 : 1 + UNITS_AHEAD])
+    if config.suggested_communication_unit_size is not None and not config.fsdp_double_buffer:
         itemsize = max(group.model_weight_buffer.dtype.itemsize for group in groups)
-        prefetched = min(sum(others[1:]), config.prefetch_numel * itemsize)
+        prefetched = min(sum(others[1:]), config.suggested_communication_unit_size * itemsize)
     return root + sum(others[:1]) + (prefetched if config.overlap_param_gather else 0)
 
 
 def _staged_nbytes(schedule: Schedule, config: EngineConfig, groups: Sequence[ParamGroup]) -> int:
     """The most that gradients on their way take at once."""
     staged = sorted((facts.staged_nbytes for facts in schedule.programs.facts), reverse=True)
-    if config.reduction_numel is None or config.buffers.has_slots:
-        return sum(staged[: config.reductions_in_flight])
+    if config.suggested_communication_unit_size is None or config.fsdp_double_buffer:
+        return sum(staged[:REDUCTIONS_IN_FLIGHT])
     itemsize = max(group.spec.comm_dtype.itemsize for group in groups)
-    return min(sum(staged), max(staged[0], config.reduction_numel * itemsize))
+    return min(sum(staged), max(staged[0], config.suggested_communication_unit_size * itemsize))
 
 
 def _slots(schedule: Schedule, pool: DoubleBufferPool) -> str:

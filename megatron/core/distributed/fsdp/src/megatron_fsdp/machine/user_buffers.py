@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.config import BufferPolicy
+from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.torch_compat import nccl_backend
 
 logger = logging.getLogger(__name__)
@@ -125,8 +125,8 @@ def _register(backend: Any, pool: torch.cuda.MemPool, *, as_window: bool) -> boo
     return as_window
 
 
-def memory_for(policy: BufferPolicy, groups: Sequence[dist.ProcessGroup], device: torch.device) -> Memory:
+def memory_for(config: EngineConfig, groups: Sequence[dist.ProcessGroup], device: torch.device) -> Memory:
     """Memory for persistent buffers on `device`, to be registered with the communicators of `groups` or not at all."""
-    if policy.is_registered and groups:
-        return UserBuffers(device, groups, symmetric=policy.is_symmetric)
+    if config.nccl_ub and groups:
+        return UserBuffers(device, groups, symmetric=not config.disable_symmetric_registration)
     return RegionMemory() if device.type == "cuda" else Memory()

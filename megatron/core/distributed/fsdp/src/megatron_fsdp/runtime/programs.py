@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from megatron_fsdp.config import EngineConfig
+from megatron_fsdp.config import REDUCTIONS_IN_FLIGHT, UNITS_AHEAD, EngineConfig
 from megatron_fsdp.plan import program as plan
 from megatron_fsdp.plan.double_buffer import BUFFERS
 from megatron_fsdp.plan.program import AT, DRAIN, ENTER, GATHER, REDUCE, Program, Token, Trace
@@ -121,20 +121,20 @@ class Programs:
         self._units = units
         self._consensus = consensus
         self._bind = bind
-        has_slots = config.buffers.has_slots
-        depth, numel = (config.prefetch_depth, config.prefetch_numel) if config.overlap_param_gather else (0, None)
-        self._ahead = plan.Ahead(depth, numel, BUFFERS - 1 if has_slots else None)
-        self.in_flight = plan.InFlight(config.reductions_in_flight, config.reduction_numel, has_slots)
-        """Number of reductions that may be on their way."""
+        has_slots, numel = config.fsdp_double_buffer, config.suggested_communication_unit_size
+        depth, ahead_numel = (UNITS_AHEAD, numel) if config.overlap_param_gather else (0, None)
+        self._ahead = plan.Ahead(depth, ahead_numel, BUFFERS - 1 if has_slots else None)
+        self.in_flight = plan.InFlight(REDUCTIONS_IN_FLIGHT, numel, has_slots)
+        """How many reductions may be on their way."""
         self._recorded: dict[Key, Program] = {}
         """Everything in place."""
         self._compiled: dict[Key, Compiled] = {}
         self._calls: dict[Key, collections.Counter[int]] = {}
-        """Number of entries of passes into each unit."""
-        if config.residency_nbytes:
-            self.keep_resident(min(config.residency_nbytes, _MOST_NBYTES), range(1, len(units)))
+        """How often passes enter each unit."""
+        if config.fsdp_residency_bytes not in (0, "auto"):
+            self.keep_resident(min(config.fsdp_residency_bytes, _MOST_NBYTES), range(1, len(units)))
             if not self.resident and dist.get_rank() == 0:
-                self._warn_of_residency(config.residency_nbytes)
+                self._warn_of_residency(config.fsdp_residency_bytes)
 
     def get(self, key: Key) -> Compiled | None:
         """The program of passes of this kind; None: none has been recorded."""

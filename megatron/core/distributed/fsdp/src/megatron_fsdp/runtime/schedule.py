@@ -108,7 +108,7 @@ class Schedule:
         weakref.finalize(self, device.join, (*self._reducer.streams, *self._gatherer.streams)).atexit = False
         self._consensus = Consensus.of(units, device.torch_device)
         self.programs = Programs(units, config, self._consensus, _binder(weakref.proxy(self)))
-        self._decides_residency = config.residency_nbytes is None and device.is_cuda and len(units) > 1
+        self._decides_residency = config.fsdp_residency_bytes == "auto" and device.is_cuda and len(units) > 1
         # -- where the step is, the same on all ranks --
         self._phase = ""
         self._whole = {unit.number for unit in units if not unit.needs_gather}
