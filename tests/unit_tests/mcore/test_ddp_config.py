@@ -24,7 +24,7 @@ def forget_warnings() -> None:
 
 
 def test_ours_is_a_megatron_core_config_with_fifteen_more_fields() -> None:
-    assert issubclass(OurConfig, McoreConfig)
+    assert issubclass(OurConfig, McoreConfig) and issubclass(OurConfig, engine_config.DistributedDataParallelConfig)
     names = {field.name for field in dataclasses.fields(OurConfig)} - {
         field.name for field in dataclasses.fields(McoreConfig)
     }
@@ -47,12 +47,11 @@ def test_every_field_has_exactly_one_reader() -> None:
 
 def test_megatron_cores_own_class_resolves_with_the_missing_fields_at_their_defaults() -> None:
     resolved = resolve(McoreConfig(data_parallel_sharding_strategy="optim_grads", average_in_collective=True))
-    assert resolved.engine == engine_config.DistributedDataParallelConfig(
+    expected = engine_config.DistributedDataParallelConfig(
         data_parallel_sharding_strategy="optim_grads", average_in_collective=True
     )
-    assert resolved.precision == engine_config.MixedPrecisionPolicy()
-    assert resolved.mcore.use_megatron_fsdp
-    assert resolved.mcore.data_parallel_sharding_strategy == "optim_grads"
+    assert {name: getattr(resolved, name) for name in ENGINE_FIELDS} == dataclasses.asdict(expected)
+    assert resolved.use_megatron_fsdp
 
 
 @pytest.mark.parametrize("name", sorted(ENGINE_FIELDS))
@@ -66,7 +65,7 @@ def test_every_engine_field_arrives(name: str) -> None:
     }
     default = getattr(OurConfig(), name)
     value = torch.bfloat16 if name.endswith("_dtype") else changed[type(default)](default)
-    assert getattr(resolve(OurConfig(**{name: value})).engine, name) == value
+    assert getattr(resolve(OurConfig(**{name: value})), name) == value
 
 
 @pytest.mark.parametrize(
@@ -80,9 +79,9 @@ def test_every_engine_field_arrives(name: str) -> None:
     ],
 )
 def test_dtypes_are_torch_dtypes_or_names(given: object, came: torch.dtype | None) -> None:
-    precision = resolve(OurConfig(megatron_fsdp_main_grads_dtype=given, megatron_fsdp_grad_comm_dtype=given)).precision
-    assert (precision.main_grads_dtype, precision.grad_comm_dtype) == (came, came)
-    assert precision.main_params_dtype is torch.float32
+    config = resolve(OurConfig(megatron_fsdp_main_grads_dtype=given, megatron_fsdp_grad_comm_dtype=given))
+    assert (config.megatron_fsdp_main_grads_dtype, config.megatron_fsdp_grad_comm_dtype) == (came, came)
+    assert config.megatron_fsdp_main_params_dtype is torch.float32
 
 
 @pytest.mark.parametrize(
@@ -125,12 +124,12 @@ def test_options_without_effect_are_said_once(name: str, caplog: pytest.LogCaptu
         for _ in range(2):
             resolved = resolve(OurConfig(**fields))
     assert [record.message.split("=")[0] for record in caplog.records] == [name]
-    assert not getattr(resolved.mcore, name)
+    assert not getattr(resolved, name)
 
 
 def test_buckets_by_count_become_buckets_by_size() -> None:
     config = OurConfig(num_buckets=3)
-    assert resolve(config, unbucketed_numel=10).engine.bucket_size == 4
+    assert resolve(config, unbucketed_numel=10).bucket_size == 4
     with pytest.raises(ValueError, match="num_buckets=3 needs"):
         resolve(config)
 

@@ -9,7 +9,6 @@ _HOME = {
     "FullyShardedDataParallel": "adapter",
     "unwrap_model": "unwrap",
     "DistributedDataParallelConfig": "ddp_config",
-    "ResolvedConfig": "ddp_config",
     "resolve_ddp_config": "ddp_config",
     "FullyShardedOptimizer": "optimizer",
     "get_megatron_optimizer": "optimizer",

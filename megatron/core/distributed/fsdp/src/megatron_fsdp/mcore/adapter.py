@@ -9,7 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
-from megatron_fsdp.config import strategy_name
+from megatron_fsdp.config import shards_anything
 from megatron_fsdp.mcore import fused_grads
 from megatron_fsdp.mcore.ddp_config import resolve_ddp_config
 from megatron_fsdp.mcore.parallel_layout import tag_modes
@@ -17,7 +17,6 @@ from megatron_fsdp.mcore.process_groups import build_dist_index
 from megatron_fsdp.mcore.units import default_unit_modules, numel_outside, weights_read_elsewhere
 from megatron_fsdp.mcore.unwrap import WRAPPERS
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.plan.strategy import plan_for
 
 #: Name of the user's model in a checkpoint, whatever wrappers are around it.
 _PREFIX = "module."
@@ -73,9 +72,9 @@ class FullyShardedDataParallel(MegatronFSDP):
     ):
         _check(config)
         if fsdp_unit_modules is None:
-            strategy = strategy_name(ddp_config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy")
-            fsdp_unit_modules = default_unit_modules(module) if plan_for(strategy).shards_anything else []
-        resolved = resolve_ddp_config(ddp_config, unbucketed_numel=numel_outside(module, fsdp_unit_modules))
+            is_sharded = shards_anything(ddp_config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy")
+            fsdp_unit_modules = default_unit_modules(module) if is_sharded else []
+        ddp_config = resolve_ddp_config(ddp_config, unbucketed_numel=numel_outside(module, fsdp_unit_modules))
         root_params = weights_read_elsewhere(module)
         tag_modes(module)
         if config.gradient_accumulation_fusion:
@@ -86,23 +85,19 @@ class FullyShardedDataParallel(MegatronFSDP):
                 pg_collection,
                 device_type=torch.device(device).type if device is not None else None,
                 num_distributed_optimizer_instances=ddp_config.num_distributed_optimizer_instances,
-                outer_dp_sharding_strategy=resolved.engine.outer_dp_sharding_strategy,
+                outer_dp_sharding_strategy=ddp_config.outer_dp_sharding_strategy,
             ),
-            ddp_config=resolved.engine,
-            mixed_precision_policy=resolved.precision,
+            ddp_config,
             fsdp_unit_modules=fsdp_unit_modules,
             disable_bucketing=disable_bucketing,
             device=device,
             calculate_per_token_loss=config.calculate_per_token_loss,
             init_model_with_meta_device=getattr(config, "init_model_with_meta_device", False),
-            keep_fp8_transpose_cache=resolved.engine.keep_fp8_transpose_cache,
-            nccl_ub=resolved.engine.nccl_ub,
-            fsdp_double_buffer=resolved.engine.fsdp_double_buffer,
             root_params=root_params,
         )
         self.config = config
-        # megatron-core asks its own questions of this attribute (`use_megatron_fsdp`); the engine has read its answers.
-        self.ddp_config = resolved.mcore
+        # megatron-core reads fields of this attribute that the engine does not have, `use_megatron_fsdp` among them.
+        self.ddp_config = ddp_config
         self.megatron_fsdp_dist_index = self.dist_index
         self.tp_group = self.dist_index.get_submesh(self.dist_index.tp_dim).get_group()
         if config.gradient_accumulation_fusion:

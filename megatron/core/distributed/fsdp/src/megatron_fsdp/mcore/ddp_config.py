@@ -1,6 +1,6 @@
-"""megatron-core's `DistributedDataParallelConfig` with the fields that 0.16.1 lacks, and what they mean to the engine.
+"""`DistributedDataParallelConfig`: megatron-core's with the engine's fields, and what becomes of every field.
 
-Every field of the two classes falls into one table below: read by the engine, refused, without effect (said once), or
+Every field of the class falls into one table below: read by the engine, refused, without effect (said once), or
 read by megatron-core itself. Nothing is accepted and dropped in silence.
 """
 
@@ -13,7 +13,7 @@ from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig as McoreDistributedDataParallelConfig,
 )
 
-from megatron_fsdp import config as engine_config
+from megatron_fsdp import config as engine
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,11 @@ _DTYPE_FIELDS = (
 
 
 @dataclasses.dataclass(kw_only=True)
-class DistributedDataParallelConfig(McoreDistributedDataParallelConfig):
-    """Options of `FullyShardedDataParallel`: megatron-core's own, and those it does not have yet."""
+class DistributedDataParallelConfig(engine.DistributedDataParallelConfig, McoreDistributedDataParallelConfig):
+    """Options of `FullyShardedDataParallel`: megatron-core's own, the engine's, and those that neither has yet.
+
+    Dtypes may be given by name; "auto" is None.
+    """
 
     num_buckets: int | None = None
     """Split the parameters outside all units into this many buckets; not together with bucket_size."""
@@ -50,39 +53,6 @@ class DistributedDataParallelConfig(McoreDistributedDataParallelConfig):
 
     megatron_fsdp_version: int = 1
     """Version of the Megatron-FSDP interface; 1 is the one that exists here."""
-
-    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
-    """Units that do not fit the double buffer get a persistent buffer of their own."""
-
-    fsdp_all_gather_in_start_param_sync: bool = True
-    """`start_param_sync()` issues the first gather of the next forward."""
-
-    megatron_fsdp_main_params_dtype: torch.dtype | str | None = torch.float32
-    """Dtype of the parameters given to the optimizer; None or "auto": the model's own, without a second copy."""
-
-    megatron_fsdp_main_grads_dtype: torch.dtype | str | None = None
-    """Dtype in which gradients accumulate; None or "auto": the dtype of the parameter's gradient."""
-
-    megatron_fsdp_grad_comm_dtype: torch.dtype | str | None = None
-    """Dtype of gradient reductions; None or "auto": that of the main gradients."""
-
-    megatron_fsdp_use_decoupled_grad: bool = False
-    """Attach gradients as `param.decoupled_grad`, in the dtype they accumulate in."""
-
-    megatron_fsdp_cuda_graph_mode: bool = False
-    """Keep gradient tensors at fixed addresses for CUDA graphs."""
-
-    megatron_fsdp_enable_fine_grained_param_gather: bool = False
-    """Gather module by module inside a unit."""
-
-    megatron_fsdp_max_pool_double_buffer: bool = False
-    """Double buffer for units of different shapes; implies fsdp_double_buffer."""
-
-    fsdp_residency_bytes: int | str = 0
-    """Memory for weights that stay gathered until the optimizer steps; "auto": what the first step leaves free."""
-
-    fsdp_copy_engine_gather: bool = False
-    """Gather weights within one host by copies out of the other GPUs' memory, without NCCL."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,20 +69,6 @@ class DistributedDataParallelConfig(McoreDistributedDataParallelConfig):
             )
         if self.megatron_fsdp_max_pool_double_buffer:
             self.fsdp_double_buffer = True
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ResolvedConfig:
-    """One user configuration as each of its readers takes it."""
-
-    engine: engine_config.DistributedDataParallelConfig
-    """For `MegatronFSDP`."""
-
-    precision: engine_config.MixedPrecisionPolicy
-    """For `MegatronFSDP`."""
-
-    mcore: DistributedDataParallelConfig
-    """For megatron-core, as `model.ddp_config`: the user's values, with those that Megatron-FSDP implies."""
 
 
 #: Options that are refused: field -> (the value that means off, why, what to do).
@@ -152,7 +108,7 @@ _READ_ELSEWHERE: dict[str, str] = {
 
 def resolve_ddp_config(
     config: McoreDistributedDataParallelConfig, *, unbucketed_numel: int | None = None
-) -> ResolvedConfig:
+) -> DistributedDataParallelConfig:
     """`config`, megatron-core's own or ours, as the engine and megatron-core read it. `config` itself stays as it is.
 
     Args:
@@ -169,23 +125,9 @@ def resolve_ddp_config(
         if given.get(name, default) != default:
             _warn_once(f"{name}={given[name]!r} has no effect with Megatron-FSDP; {instead}")
             given[name] = default
-    ours = DistributedDataParallelConfig(
-        **{
-            **given,
-            "bucket_size": _bucket_size(given, unbucketed_numel),
-            "num_buckets": None,
-            "use_megatron_fsdp": True,
-            "use_distributed_optimizer": True,
-        }
-    )
-    engine_names = {field.name for field in dataclasses.fields(engine_config.DistributedDataParallelConfig)}
-    engine = engine_config.DistributedDataParallelConfig(**{name: getattr(ours, name) for name in engine_names})
-    precision = engine_config.MixedPrecisionPolicy(
-        main_params_dtype=ours.megatron_fsdp_main_params_dtype,
-        main_grads_dtype=ours.megatron_fsdp_main_grads_dtype,
-        grad_comm_dtype=ours.megatron_fsdp_grad_comm_dtype,
-    )
-    return ResolvedConfig(engine=engine, precision=precision, mcore=ours)
+    given["bucket_size"] = _bucket_size(given, unbucketed_numel)
+    implied = {"num_buckets": None, "use_megatron_fsdp": True, "use_distributed_optimizer": True}
+    return DistributedDataParallelConfig(**(given | implied))
 
 
 def _refuse(given: dict[str, object]) -> None:
@@ -211,14 +153,10 @@ def _bucket_size(given: dict[str, object], unbucketed_numel: int | None) -> int 
 
 
 def _dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
-    if isinstance(value, str):
-        key = value.removeprefix("torch.")
-        if key not in DTYPE_NAMES:
-            raise ValueError(f"{name} is {value!r}; expected a torch dtype, None or one of {', '.join(DTYPE_NAMES)}")
-        return DTYPE_NAMES[key]
-    if value is not None and not isinstance(value, torch.dtype):
+    dtype = DTYPE_NAMES.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
+    if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} is {value!r}; expected a torch dtype, None or one of {', '.join(DTYPE_NAMES)}")
-    return value
+    return dtype
 
 
 @functools.cache

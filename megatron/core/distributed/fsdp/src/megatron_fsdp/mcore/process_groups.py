@@ -8,12 +8,11 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.config import strategy_name
+from megatron_fsdp.config import shards_anything
 from megatron_fsdp.dtensor.shard_spec import tensor_parallel_group
 from megatron_fsdp.machine.device import default_device_type
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.machine.torch_compat import memberships
-from megatron_fsdp.plan.strategy import NO_SHARD
 
 DP_DIM = "dp_cp"
 OUTER_DIM = "outer_fsdp_dp"
@@ -39,7 +38,7 @@ def build_dist_index(
     *,
     device_type: str | None = None,
     num_distributed_optimizer_instances: int = 1,
-    outer_dp_sharding_strategy: str | int = NO_SHARD,
+    outer_dp_sharding_strategy: str | int = 0,
 ) -> FSDPDistributedIndex:
     """The data-parallel axes (data times context parallelism), and the tensor-parallel one.
 
@@ -61,7 +60,7 @@ def build_dist_index(
     instances = num_distributed_optimizer_instances
     groups = _groups_of(pg_collection)
     _refuse_other_parallelism(groups)
-    outer_shards = strategy_name(outer_dp_sharding_strategy, "outer_dp_sharding_strategy") != NO_SHARD
+    outer_shards = shards_anything(outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
     if outer_shards and instances == 1:
         raise ValueError(
             f"outer_dp_sharding_strategy={outer_dp_sharding_strategy!r} shards over the instances of the distributed "
