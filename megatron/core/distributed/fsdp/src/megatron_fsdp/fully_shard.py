@@ -72,10 +72,11 @@ def fully_shard_model(
         module: the model; reachable afterwards as `.module`.
         device_mesh, dp_shard_dim, dp_outer_dim, tp_dim, hybrid_fsdp_group, hybrid_fsdp_expt_group, expt_device_mesh,
             fsdp_group_ag, expt_fsdp_group_ag: see `FSDPDistributedIndex`; no mesh: all ranks in one dimension.
-        fsdp_unit_modules: classes or import paths of what is gathered and released as one; None: the whole model.
+        fsdp_unit_modules: classes or import paths of modules that are units, all-gathered and resharded as one; None:
+            the whole model is one unit.
         zero_dp_strategy: no_shard (0), optim (1), optim_grads (2) or optim_grads_params (3).
         outer_dp_sharding_strategy: no_shard (0) or, with strategy 3 inside, optim (1).
-        device: where to compute; None: the current CUDA device, or the CPU where there is none.
+        device: the device to compute on; None: the current CUDA device, or the CPU where there is none.
         init_model_with_meta_device: the model is on the meta device; initialise it unit by unit.
         mixed_precision_policy: dtypes of main weights, gradients and reductions.
         sync_model_each_microbatch: gradients are reduced and attached at the end of every backward.
@@ -93,7 +94,7 @@ def fully_shard_model(
 
     Raises:
         ValueError, TypeError, ImportError: a mistake in the arguments, on every rank before anything is communicated.
-        NotImplementedError: an option whose feature is not there yet.
+        NotImplementedError: an option whose feature does not exist yet.
     """
     config = EngineConfig(
         data_parallel_sharding_strategy=zero_dp_strategy,
@@ -169,7 +170,7 @@ def _mesh_of_all_ranks(dp_shard_dim: str, tp_dim: str) -> DeviceMesh:
 
     Raises:
         ValueError: the dimensions have one name.
-        RuntimeError: torch.distributed is not initialised, and no launcher has said who the other ranks are.
+        RuntimeError: torch.distributed is not initialised, and no launcher's environment names the other ranks.
     """
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -237,7 +238,7 @@ def fully_shard(
         The sharded model and the same optimizer object.
 
     Raises:
-        TypeError: `optimizer` is no torch optimizer.
+        TypeError: `optimizer` is not a torch optimizer.
         ValueError: the optimizer holds parameters that are not of `module`; and what `fully_shard_model` raises.
     """
     _check_optimizer(optimizer, module)
@@ -296,7 +297,12 @@ def fully_shard(
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
-    """Checks that `optimizer` is one over parameters of `module` alone."""
+    """Checks that `optimizer` holds parameters of `module`, and no others.
+
+    Raises:
+        TypeError: it is not a torch optimizer.
+        ValueError: it holds other parameters, or none.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer to shard, got {type(optimizer).__name__}.")
     held, own = params_of(optimizer), {id(param) for param in module.parameters()}

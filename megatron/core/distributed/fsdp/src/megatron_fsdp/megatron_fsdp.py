@@ -1,4 +1,4 @@
-"""The root module: build in one pass, then delegate."""
+"""`MegatronFSDP`: the sharded model, built in one pass; its methods delegate."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class MegatronFSDP(nn.Module):
         dist_index: meshes and groups.
         ddp_config: options; None means `optim_grads_params` with both overlaps.
         mixed_precision_policy: dtypes.
-        fsdp_unit_modules: classes or import paths of the modules that are gathered and released as one. None or empty:
-            the whole model is one unit.
+        fsdp_unit_modules: classes or import paths of modules that are units, all-gathered and resharded as one. None or
+            empty: the whole model is one unit.
         disable_bucketing: ignore `ddp_config.bucket_size`.
-        device: where to compute; None: the current CUDA device, or the CPU where there is none.
+        device: the device to compute on; None: the current CUDA device, or the CPU where there is none.
         calculate_per_token_loss: sum gradients and leave scaling to the caller.
         init_model_with_meta_device: the model is on the meta device; its modules' `reset_parameters` initialise it
             unit by unit.
@@ -82,10 +82,10 @@ class MegatronFSDP(nn.Module):
 
     Raises:
         ValueError, TypeError, ImportError: a mistake in the arguments; before the first collective, on every rank.
-        NotImplementedError: an option whose feature is not there yet.
+        NotImplementedError: an option whose feature does not exist yet.
     """
 
-    #: Where temporary storage comes from; tests replace it.
+    #: Pool of the storage that units take and give back; tests replace it.
     pool_class: type[StoragePool] = StoragePool
 
     def __init__(
@@ -211,11 +211,11 @@ class MegatronFSDP(nn.Module):
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of communication: `print(model.schedule)` shows recorded programs and the memory they need."""
+        """The programs that decide when units communicate; `print(model.schedule)` shows them and their memory."""
         return self._schedule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward. **Collective**; which of its units a rank runs is that rank's own business."""
+        """The module's own forward. **Collective**; each rank may run other units of the module."""
         return self.module(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -241,7 +241,7 @@ class MegatronFSDP(nn.Module):
 
     @contextlib.contextmanager
     def sync(self) -> Iterator[None]:
-        """Inside, `model_auto_sync` is on; afterwards it is what it was."""
+        """A context with `model_auto_sync` on; its former value comes back at the end."""
         before = self.model_auto_sync
         self.set_model_auto_sync(True)
         try:
@@ -251,7 +251,7 @@ class MegatronFSDP(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, a backward is not the last of its optimization cycle: deferred reductions wait."""
+        """A context for backwards that are not the last of their optimization cycle: deferred reductions wait."""
         self.is_last_microbatch = False
         try:
             yield
@@ -286,11 +286,11 @@ class MegatronFSDP(nn.Module):
 
     @uncompiled
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Waits for reductions, attaches gradients to the parameters and releases gathered weights. **Collective**.
+        """Waits for reductions, attaches gradients to the parameters and reshards units. **Collective**.
 
         Raises:
             ValueError: `force_all_reduce`; a sharded gradient is never replicated.
-            NonFiniteGradientError: a gradient is not finite, and the model was told to look; then none is attached.
+            NonFiniteGradientError: a gradient is not finite and the model checks gradients; then none is attached.
         """
         if force_all_reduce:
             raise ValueError(
@@ -339,9 +339,9 @@ class MegatronFSDP(nn.Module):
         return clip_grad_norm(self.param_and_grad_buffer, dp_group, max_norm, norm_type, tp_group)
 
     def start_param_sync(self, *_: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Starts the gathers that the next forward needs first; with `force_sync` or without overlap, all that last.
+        """Starts the first all-gathers of the next forward; with `force_sync` or without overlap, those of an install.
 
-        **Collective**. Optional: whatever is missing is gathered when needed, so `force_dispatch` changes nothing.
+        **Collective**. Optional: forward all-gathers what is missing, so `force_dispatch` changes nothing.
         """
         if force_sync or not self._schedule.config.overlap_param_gather:
             self._schedule.gather_all()
@@ -349,7 +349,7 @@ class MegatronFSDP(nn.Module):
             self._schedule.gather_ahead()
 
     def synchronize_param_gather(self) -> None:
-        """Releases gathered weights; modules show sharded parameters."""
+        """Reshards all units; modules show sharded parameters."""
         self._schedule.rest()
 
     def full_params(self, writeback: bool = True) -> AbstractContextManager[None]:
@@ -396,7 +396,7 @@ class MegatronFSDP(nn.Module):
         return full_state_dict(shards, self._schedule, self.dist_index, wrapper_prefix=prefix, dtype=dtype)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's, of whole tensors or shards, under the names of `state_dict()` or of the unsharded model.
+        """Loads whole tensors or shards, under the names of `state_dict()` or of the unsharded model, as torch does.
 
         **Collective** if a weight codec is.
         """
@@ -404,7 +404,7 @@ class MegatronFSDP(nn.Module):
         return load(state_dict, strict=strict, assign=assign)
 
     def _wrapper_prefix(self) -> str:
-        """Prefix that wrappers between `.module` and the user's model add to names."""
+        """The prefix that wrappers between `.module` and the user's model add to names."""
         return ""
 
     @uncompiled
@@ -430,11 +430,11 @@ class MegatronFSDP(nn.Module):
         return OverlapReport(self._schedule)
 
     def get_distributed_index(self) -> FSDPDistributedIndex:
-        """Meshes and groups."""
+        """The meshes and process groups."""
         return self.dist_index
 
     def _apply(self, fn: Any, recurse: bool = True) -> MegatronFSDP:
-        """Refuses to move or cast sharded parameters; a move to where they are is nothing.
+        """Refuses to move or cast sharded parameters; a move to their own device and dtype does nothing.
 
         Raises:
             RuntimeError: the device or a dtype would change.
