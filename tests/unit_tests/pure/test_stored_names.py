@@ -3,9 +3,9 @@
 import pytest
 
 from megatron_fsdp.mcore.stored_names import (
+    NamingContext,
     Part,
     Piece,
-    Surroundings,
     canonical,
     expert_number,
     in_order,
@@ -17,7 +17,7 @@ from megatron_fsdp.mcore.stored_names import (
 )
 
 LAYER = "decoder.layers.3."
-GATED = Surroundings(is_gated=True)
+GATED = NamingContext(is_gated=True)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_gated_weights_are_two(name):
     name = LAYER + name
     assert stored_pieces(name, 10, GATED) == [Piece(name + "_w", 0, 5), Piece(name + "_v", 5, 5)]
     assert stored_pieces(name, 10, GATED, unsplit=True) == [Piece(name, 0, 10)]
-    assert stored_pieces(name, 10, Surroundings(is_gated=False)) == [Piece(name, 0, 10)]
+    assert stored_pieces(name, 10, NamingContext(is_gated=False)) == [Piece(name, 0, 10)]
     assert stored_name(name, GATED) == name
     assert [part_name(f"{name}{end}") for end in ("_w", "_v", "")] == [(name, "_w"), (name, "_v"), None]
     assert in_order(name, {"_v", "_w"}) == ("_w", "_v") and in_order(name, {"_v"}) is None
@@ -61,13 +61,13 @@ def test_other_weights_are_one(name):
     ],
 )
 def test_experts_have_the_models_numbers(local, stored):
-    around = Surroundings(first_expert=4)
+    around = NamingContext(first_expert=4)
     assert stored_pieces(LAYER + local, 6, around) == [Piece(LAYER + stored, 0, 6)]
     assert stored_name(LAYER + local, around) == LAYER + stored == shift_expert(LAYER + local, 4)
 
 
 def test_a_gated_expert_is_split_and_numbered():
-    around = Surroundings(is_gated=True, first_expert=2)
+    around = NamingContext(is_gated=True, first_expert=2)
     pieces = stored_pieces(LAYER + "mlp.experts.linear_fc1.weight10", 8, around)
     assert [piece.name for piece in pieces] == [LAYER + f"mlp.experts.linear_fc1.weight12{end}" for end in ("_w", "_v")]
     assert {expert_number(piece.name) for piece in pieces} == {12} and expert_number(
@@ -77,7 +77,7 @@ def test_a_gated_expert_is_split_and_numbered():
 
 
 def test_fused_latent_attention_is_stored_as_its_parts():
-    around = Surroundings(query_latent_rows=3)
+    around = NamingContext(query_latent_rows=3)
     fused = LAYER + "self_attention.linear_qkv_down_proj."
     assert stored_pieces(fused + "weight", 8, around) == [
         Piece(LAYER + "self_attention.linear_q_down_proj.weight", 0, 3),
@@ -90,7 +90,7 @@ def test_fused_latent_attention_is_stored_as_its_parts():
 
 def test_what_a_layer_fuses_is_stored_as_its_parts():
     name = "mtp.layers.0.mtp_model_layer.mixer.conv1d.bias"
-    around = Surroundings(parts=(Part("x", 6), Part("B", 2), Part("C", 2)))
+    around = NamingContext(parts=(Part("x", 6), Part("B", 2), Part("C", 2)))
     stored = "mtp.layers.0.transformer_layer.mixer.conv1d.bias"
     assert stored_pieces(name, 10, around) == [
         Piece(f"{stored}.x", 0, 6),
@@ -120,8 +120,8 @@ def test_parts_are_recognized_and_put_in_order(whole, ends):
 
 def test_multi_token_prediction_has_one_name():
     old, new = (f"mtp.layers.0.{name}.mlp.linear_fc2.weight" for name in ("mtp_model_layer", "transformer_layer"))
-    assert stored_pieces(old, 4, Surroundings()) == stored_pieces(new, 4, Surroundings()) == [Piece(new, 0, 4)]
-    assert stored_pieces(old, 4, Surroundings(renames_mtp=False)) == [Piece(old, 0, 4)]
+    assert stored_pieces(old, 4, NamingContext()) == stored_pieces(new, 4, NamingContext()) == [Piece(new, 0, 4)]
+    assert stored_pieces(old, 4, NamingContext(renames_mtp=False)) == [Piece(old, 0, 4)]
     assert canonical("module.module." + old) == canonical(new) == new
 
 

@@ -12,8 +12,8 @@ import torch
 from megatron.training.checkpoint.offline.lazy_reader import ARGUMENTS, Entry, Source
 from megatron_fsdp.mcore.stored_names import (
     GATED_ENDS,
+    NamingContext,
     Part,
-    Surroundings,
     canonical,
     in_order,
     part_name,
@@ -118,14 +118,14 @@ def to_stored(source: Source, *, is_gated: bool = False) -> dict[str, Any]:
     gated = set(plain.pop(GATED, ()))
     fused = {name: tuple(Part(*part) for part in parts.items()) for name, parts in plain.pop(FUSED, ())}
 
-    def around(parameter: str) -> Surroundings:
+    def around(parameter: str) -> NamingContext:
         parts = fused.get(parameter, ())
-        return Surroundings(is_gated=is_gated or parameter in gated, parts=parts, renames_mtp=False)
+        return NamingContext(is_gated=is_gated or parameter in gated, parts=parts, renames_mtp=False)
 
     return _renamed(plain, around)
 
 
-def _renamed(plain: Mapping[str, Any], around: Callable[[str], Surroundings]) -> dict[str, Any]:
+def _renamed(plain: Mapping[str, Any], around: Callable[[str], NamingContext]) -> dict[str, Any]:
     stored: dict[str, Any] = {}
     for name, value in plain.items():
         place = _parameter_key(name)

@@ -1,4 +1,4 @@
-"""Megatron-Core's side of the engine; the only package here that imports `megatron.core`.
+"""The engine under megatron-core's interfaces; the only package here that imports `megatron.core`.
 
 Names load on first use, so that `megatron_fsdp.mcore.cpu_compat` can be imported before, and without, megatron-core.
 """
@@ -7,7 +7,7 @@ import importlib
 
 _HOME = {
     "FullyShardedDataParallel": "adapter",
-    "unwrap_model": "unwrap",
+    "unwrap_model": "adapter",
     "DistributedDataParallelConfig": "ddp_config",
     "resolve_ddp_config": "ddp_config",
     "FullyShardedOptimizer": "optimizer",

@@ -1,26 +1,33 @@
 """`FullyShardedDataParallel`: the engine under megatron-core's names and arguments; it holds no tensor of its own."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from megatron.core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
 from megatron.core.distributed import DistributedDataParallelConfig as McoreDistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
 from torch import nn
 
+from megatron_fsdp.build.find_units import resolve_unit_classes
 from megatron_fsdp.config import shards_anything
 from megatron_fsdp.mcore import fused_grads
 from megatron_fsdp.mcore.ddp_config import resolve_ddp_config
 from megatron_fsdp.mcore.parallel_layout import tag_modes
 from megatron_fsdp.mcore.process_groups import build_dist_index
-from megatron_fsdp.mcore.units import default_unit_modules, numel_outside, weights_read_elsewhere
-from megatron_fsdp.mcore.unwrap import WRAPPERS
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 
 #: Name of the user's model in a checkpoint, whatever wrappers are around it.
 _PREFIX = "module."
 
+#: Classes whose instances are units, by import path.
+_UNIT_CLASSES = (
+    "megatron.core.transformer.transformer_layer.TransformerLayer",
+    "megatron.core.transformer.transformer_layer.MoETransformerLayer",
+    "megatron.core.ssm.mamba_layer.MambaLayer",
+)
 #: TransformerConfig options that the engine is not combined with: field -> (the value that means off, why).
 _REFUSED: dict[str, tuple[object, str]] = {
     "overlap_moe_expert_parallel_comm": (False, "it calls layers in parts, whose weights are gathered as one"),
@@ -31,9 +38,13 @@ _REFUSED: dict[str, tuple[object, str]] = {
     "cuda_graph_impl": ("none", "graphs capture the addresses of weights that are gathered anew in each forward"),
 }
 
+WRAPPERS = (MegatronFSDP, DistributedDataParallel, TorchFullyShardedDataParallel, Float16Module)
+
+Model = TypeVar("Model", torch.nn.Module, list)
+
 
 class LoadResult(NamedTuple):
-    """Names that a load left out, as `torch.nn.Module.load_state_dict` reports them."""
+    """Keys that a load left out, as `torch.nn.Module.load_state_dict` reports them."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -150,7 +161,7 @@ class FullyShardedDataParallel(MegatronFSDP):
         return result
 
     def _wrapper_prefix(self) -> str:
-        """Prefix that the wrappers between `.module` and the user's model add to a name."""
+        """The prefix that wrappers between `.module` and the user's model add to names."""
         prefix, module = "", self.module
         while isinstance(module, WRAPPERS):
             prefix, module = prefix + "module.", module.module
@@ -164,3 +175,44 @@ def _check(config: TransformerConfig) -> None:
             raise NotImplementedError(
                 f"TransformerConfig.{name}={value!r} is not supported with Megatron-FSDP: {reason}. Use {off!r}."
             )
+
+
+def default_unit_modules(model: nn.Module) -> list[type]:
+    """Layer classes of megatron-core that occur in `model`; an empty list makes the whole model one unit."""
+    classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__)
+    return [cls for cls in classes if f"{cls.__module__}.{cls.__qualname__}" in _UNIT_CLASSES]
+
+
+def weights_read_elsewhere(model: nn.Module) -> list[nn.Parameter]:
+    """Weights that another module than their owner computes with; no hook on the owner would see that.
+
+    megatron-core's output layer has no weight of its own when it is tied: the model hands it the embedding's. So does
+    multi-token prediction.
+    """
+    found = []
+    for module in model.modules():
+        is_tied = getattr(module, "share_embeddings_and_output_weights", False) or getattr(module, "mtp_process", False)
+        if is_tied and hasattr(module, "shared_embedding_or_output_weight"):
+            weight = module.shared_embedding_or_output_weight()
+            if weight is not None:
+                found.append(weight)
+    return found
+
+
+def numel_outside(model: nn.Module, unit_modules: Sequence[type | str]) -> int:
+    """Elements of parameters that no unit holds."""
+    classes = resolve_unit_classes(unit_modules)
+    inside = {id(param) for module in model.modules() if isinstance(module, classes) for param in module.parameters()}
+    return sum(param.numel() for param in model.parameters() if id(param) not in inside)
+
+
+def unwrap_model(model: Model, wrappers: tuple[type, ...] = WRAPPERS) -> Model:
+    """The innermost module of `model`, or of each model in a list.
+
+    megatron-core's function of this name knows only its own wrapper classes.
+    """
+    if isinstance(model, list):
+        return [unwrap_model(chunk, wrappers) for chunk in model]
+    while isinstance(model, wrappers):
+        model = model.module
+    return model

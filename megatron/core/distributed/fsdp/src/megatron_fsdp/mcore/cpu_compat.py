@@ -21,8 +21,8 @@ from megatron_fsdp.machine.device import default_device_type
 
 _CPU = torch.device("cpu")
 
-# Imported before patching, so that one call reaches everything a GPT training step runs. Modules that are loaded
-# later are patched by calling `install` again.
+# Imported before patching, so that one call reaches every module of a GPT training step. Another call of `install`
+# patches modules that are loaded later.
 _MODULES = (
     "distributed",
     "distributed.finalize_model_grads",

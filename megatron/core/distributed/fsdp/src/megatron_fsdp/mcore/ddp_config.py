@@ -1,4 +1,4 @@
-"""`DistributedDataParallelConfig`: megatron-core's with the engine's fields, and what becomes of every field.
+"""`DistributedDataParallelConfig`: megatron-core's options with the engine's, and the reader of every one.
 
 Every field of the class falls into one table below: read by the engine, refused, without effect (said once), or
 read by megatron-core itself. Nothing is accepted and dropped in silence.

@@ -1,4 +1,4 @@
-"""The agreement with layers that write their weight's gradient themselves (`gradient_accumulation_fusion`).
+"""Support of layers that write their weight's gradient themselves (`gradient_accumulation_fusion`).
 
 In backward such a layer takes `weight.get_main_grad()` and overwrites it with the gradient, sets
 `grad_added_to_main_grad`, and gives autograd a dummy, so that hooks still run.
@@ -33,7 +33,7 @@ def check(root_params: Sequence[nn.Parameter]) -> None:
 
 
 def install(buffer: ParamAndGradBuffer) -> None:
-    """Gives every trainable parameter, in the form that modules compute with, what such layers look for."""
+    """Gives every unsharded trainable parameter the attributes that such layers read."""
     for group in buffer.parameter_groups:
         if group.main_grad is None:
             continue
@@ -46,7 +46,11 @@ def install(buffer: ParamAndGradBuffer) -> None:
 
 
 def _lend(group: weakref.ref[ParamGroup], slot: int) -> torch.Tensor:
-    """Memory for one parameter's gradient of this backward."""
+    """The memory for one parameter's gradient of this backward.
+
+    Raises:
+        RuntimeError: the parameter has had a gradient in this backward.
+    """
     place = group().main_grad.wgrad_out(slot)
     if place is None:
         raise RuntimeError(

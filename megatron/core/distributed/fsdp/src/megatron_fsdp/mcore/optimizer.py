@@ -10,9 +10,10 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_fsdp.mcore import fqn_state, param_groups
+from megatron_fsdp.mcore.adapter import unwrap_model
 from megatron_fsdp.mcore.process_groups import grad_stats_group
-from megatron_fsdp.mcore.unwrap import unwrap_model
 from megatron_fsdp.optim import grad_norm
+from megatron_fsdp.optim.state import create_state
 
 
 class FullyShardedOptimizer(MixedPrecisionOptimizer):
@@ -30,7 +31,6 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         grad_scaler: MegatronGradScaler | None,
         model_chunks: Sequence[torch.nn.Module],
         grad_stats_group: dist.ProcessGroup,
-        init_state_fn: Callable[..., None] = param_groups.init_state,
     ):
         """
         Args:
@@ -39,9 +39,8 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
             grad_scaler: None for bf16 and fp32 without a loss scale.
             model_chunks: `FullyShardedDataParallel` models.
             grad_stats_group: all ranks that hold distinct gradient shards; they agree on norm, zeros and overflow.
-            init_state_fn: creates the optimizer's state without a step.
         """
-        super().__init__(optimizer, config, grad_scaler, init_state_fn)
+        super().__init__(optimizer, config, grad_scaler, init_state_fn=lambda optimizer, _: create_state(optimizer))
         self.model_chunks = list(model_chunks)
         self.is_stub_optimizer = False
         self.grad_stats_parallel_group = grad_stats_group
@@ -152,7 +151,7 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         `{"state": {fqn: {name: tensor}}, "param_to_group_meta": {fqn: {option: value}}}`, and `"grad_scaler"` if there
         is one. State that does not exist yet is created, without a step. Names are the user's, without any wrapper's.
         """
-        self.init_state_fn(self.optimizer, self.config)
+        create_state(self.optimizer)
         state_dict = fqn_state.export(self.optimizer, self._fqns())
         if self.grad_scaler:
             state_dict["grad_scaler"] = self.grad_scaler.state_dict()
@@ -164,7 +163,7 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         Raises:
             ValueError: a parameter or one of its tensors is missing, or parameters of one group have different options.
         """
-        self.init_state_fn(self.optimizer, self.config)
+        create_state(self.optimizer)
         fqn_state.load(self.optimizer, self._fqns(), state_dict)
         self._load_grad_scaler(state_dict)
 

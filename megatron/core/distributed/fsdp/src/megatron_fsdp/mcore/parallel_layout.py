@@ -1,4 +1,4 @@
-"""Layout of megatron-core's parameters: whole or split over tensor-parallel ranks, dense or expert."""
+"""Layout of megatron-core's parameters over tensor-parallel ranks: column, row or replicated."""
 
 from collections.abc import Iterator
 
@@ -38,7 +38,7 @@ _REPLICATED_LEAVES: dict[str, tuple[str, ...]] = {
 
 
 def tensor_parallel_mode(module: torch.nn.Module, leaf: str, param: torch.Tensor) -> TensorParallelMode | None:
-    """Split of `module`'s own parameter `leaf` over tensor-parallel ranks; None if nothing tells.
+    """The split of `module`'s own parameter `leaf` over tensor-parallel ranks; None if it is unknown.
 
     The class name decides, then megatron-core's tags on the parameter, then hints on the module.
     """
@@ -72,7 +72,7 @@ def modes_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, Tenso
 
 
 def tag_modes(model: torch.nn.Module) -> None:
-    """Tells the engine what is known about `model`'s parameters beyond their tags."""
+    """Tags `model`'s parameters with their tensor-parallel modes, for the engine."""
     for param, mode in modes_of(model):
         if mode is not None:
             param._tensor_parallel_mode = mode

@@ -8,7 +8,6 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
 from megatron_fsdp.optim.optimizer import prepare_steps
-from megatron_fsdp.optim.state import create_state
 
 ConfigOverrides = dict[ParamKey, ParamGroupOverride]
 
@@ -75,8 +74,3 @@ def build_torch_optimizer(groups: list[dict], config: OptimizerConfig) -> torch.
             fused=True,
         )
     )
-
-
-def init_state(optimizer: torch.optim.Optimizer, _config: OptimizerConfig | None = None) -> None:
-    """Creates the state of zero steps where there is none: a checkpoint is loaded into these tensors."""
-    create_state(optimizer)

@@ -68,7 +68,8 @@ def build_dist_index(
         )
     whole = _whole_groups(groups, instances)
     device_type = device_type or default_device_type()
-    tp_group = getattr(groups, "tp", None) or _group_of_one()
+    alone = [dist.get_rank()]
+    tp_group = getattr(groups, "tp", None) or dist.new_group(alone, use_local_synchronization=True)
     dense, *spread = [_DataParallelGroups.divided(groups, group, name, instances) for name, group in whole.items()]
     experts = spread[0] if spread else None
     is_hybrid = instances > 1
@@ -235,32 +236,24 @@ def _dp_cp_group(groups: ProcessGroupCollection) -> dist.ProcessGroup:
 
 
 def _refuse_other_parallelism(groups: ProcessGroupCollection) -> None:
-    """The one place that says which parallelism the engine is not combined with yet."""
-    reasons = {
-        "pp": "a checkpoint would confuse the layers of different stages",
-    }
+    """Refuses, and is alone to refuse, parallelism that the engine is not combined with."""
     experts, dense = _size(groups, "expt_tp"), _size(groups, "tp")
     if getattr(groups, "expt_tp", None) is not None and experts != dense:
         raise NotImplementedError(
             f"process group 'expt_tp' has {experts} ranks and 'tp' {dense}; experts need the tensor-parallel ranks of "
             "the rest of the model. Leave expert_tensor_parallel_size out."
         )
-    for name, reason in reasons.items():
-        if _size(groups, name) > 1:
-            raise NotImplementedError(
-                f"process group {name!r} has {_size(groups, name)} ranks; Megatron-FSDP supports data, tensor and "
-                f"expert parallelism only: {reason}. Initialize megatron-core with this size at 1."
-            )
+    if _size(groups, "pp") > 1:
+        raise NotImplementedError(
+            f"process group 'pp' has {_size(groups, 'pp')} ranks; Megatron-FSDP supports data, tensor and expert "
+            "parallelism only: a checkpoint would confuse the layers of different stages. Initialize megatron-core "
+            "with this size at 1."
+        )
 
 
 def _size(groups: ProcessGroupCollection, name: str) -> int:
     group = getattr(groups, name, None)
     return 1 if group is None else group.size()
-
-
-def _group_of_one() -> dist.ProcessGroup:
-    """A group of this rank alone."""
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def _new_group(ranks: list[int], within: dist.ProcessGroup, name: str | None = None) -> dist.ProcessGroup:

@@ -1,8 +1,8 @@
-"""Names of a parameter's rows in checkpoints: names and row numbers only, so that it can be read as a table.
+"""Names of parameters in checkpoints: pure rules over names and row numbers.
 
 In memory a parameter has the user's name and this rank's place in tensor and expert parallelism. Stored, it has names
 that mean the same on any number of ranks, which are Megatron-LM's: each handler below turns a piece into the pieces
-that are stored instead of it. `unsplit` leaves out those that cut, as older checkpoints of this package did.
+that are stored instead of it. `unsplit` leaves out handlers that cut, as older checkpoints of this package did.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Piece(NamedTuple):
-    """Rows of the part of a parameter that a tensor-parallel rank has, and what they are called."""
+    """A range of rows in a tensor-parallel rank's part of a parameter, with its name."""
 
     name: str
     first: int
@@ -27,8 +27,8 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """Facts about the model around one parameter that the rules need."""
+class NamingContext:
+    """Facts about the layer of a parameter that its stored names depend on."""
 
     is_gated: bool = False
     """Its layer's MLP computes activation(gate) * up with one weight [gate; up]."""
@@ -37,12 +37,12 @@ class Surroundings:
     query_latent_rows: int | None = None
     """Of multi-latent attention, the rows of the fused down-projection that make queries."""
     parts: tuple[Part, ...] = ()
-    """Parts of a fused projection or convolution of linear attention or a state-space layer, in this order."""
+    """Parts of a fused projection or convolution of linear attention or a state-space layer, in the order of rows."""
     renames_mtp: bool = True
     """Layers of multi-token prediction are called as Megatron-LM stores them."""
 
 
-Handler = Callable[[Piece, Surroundings], Iterator[Piece]]
+Handler = Callable[[Piece, NamingContext], Iterator[Piece]]
 
 _GATED = re.compile(
     r"(^|\.)mlp\.((shared_experts\.|experts\.local_experts\.\d+\.)?linear_fc1\.(weight|bias)"
@@ -59,16 +59,16 @@ DELTA_NET = {
 MAMBA = {"in_proj": ("z", "x", "B", "C", "dt"), "conv1d": ("x", "B", "C")}
 """Parts that gated delta-net and Mamba layers fuse, in the order of rows, under megatron-core's names."""
 GATED_ENDS = ("_w", "_v")
-"""Ends of the names of a gated weight's halves."""
+"""Suffixes of a gated weight's name for its two halves."""
 _ENDS = {child: tuple(tuple(f".{part}" for part in kind[child]) for kind in (DELTA_NET, MAMBA)) for child in DELTA_NET}
-"""All that is added to a name below such a child for its parts, in the order of rows, by kind of layer."""
+"""By child: for each kind of layer the suffixes of its parts, in the order of rows."""
 _PART = re.compile(r"(?P<whole>(?:^|.*\.)(?P<child>in_proj|conv1d)\.(?:weight|bias))(?P<end>\.\w+)$")
 _MTP = re.compile(r"((?:^|\.)mtp\.layers\.\d+\.)mtp_model_layer\.")
 
 
-def split_gated(piece: Piece, around: Surroundings) -> Iterator[Piece]:
+def split_gated(piece: Piece, context: NamingContext) -> Iterator[Piece]:
     """[gate; up] as two tensors, each cut over tensor-parallel ranks by itself, so that their number may change."""
-    if not (around.is_gated and _GATED.search(piece.name)):
+    if not (context.is_gated and _GATED.search(piece.name)):
         yield piece
         return
     half = piece.count // 2
@@ -76,10 +76,10 @@ def split_gated(piece: Piece, around: Surroundings) -> Iterator[Piece]:
     yield Piece(f"{piece.name}_v", piece.first + half, half)
 
 
-def split_fused_latent(piece: Piece, around: Surroundings) -> Iterator[Piece]:
+def split_fused_latent(piece: Piece, context: NamingContext) -> Iterator[Piece]:
     """The fused down-projection of multi-latent attention under the names of the two that it consists of."""
     found = _FUSED_LATENT.match(piece.name)
-    rows = around.query_latent_rows
+    rows = context.query_latent_rows
     if found is None or rows is None:
         yield piece
     elif (leaf := found["leaf"]).startswith("layer_norm_"):
@@ -90,42 +90,42 @@ def split_fused_latent(piece: Piece, around: Surroundings) -> Iterator[Piece]:
         yield Piece(f"{attention}linear_kv_down_proj.{leaf}", piece.first + rows, piece.count - rows)
 
 
-def split_parts(piece: Piece, around: Surroundings) -> Iterator[Piece]:
+def split_parts(piece: Piece, context: NamingContext) -> Iterator[Piece]:
     """Each part of a fused projection or convolution by itself, as ranks cut it."""
-    if not around.parts:
+    if not context.parts:
         yield piece
         return
     first = piece.first
-    for part in around.parts:
+    for part in context.parts:
         yield Piece(f"{piece.name}.{part.name}", first, part.rows)
         first += part.rows
 
 
-def number_experts(piece: Piece, around: Surroundings) -> Iterator[Piece]:
+def number_experts(piece: Piece, context: NamingContext) -> Iterator[Piece]:
     """Experts by their number in the model, not on the rank."""
-    yield piece._replace(name=shift_expert(piece.name, around.first_expert))
+    yield piece._replace(name=shift_expert(piece.name, context.first_expert))
 
 
-def name_mtp(piece: Piece, around: Surroundings) -> Iterator[Piece]:
-    """The layer inside one of multi-token prediction under one name, whatever megatron-core's version calls it."""
-    yield piece._replace(name=_MTP.sub(r"\1transformer_layer.", piece.name)) if around.renames_mtp else piece
+def name_mtp(piece: Piece, context: NamingContext) -> Iterator[Piece]:
+    """The layer inside a multi-token prediction layer under one name for all versions of megatron-core."""
+    yield piece._replace(name=_MTP.sub(r"\1transformer_layer.", piece.name)) if context.renames_mtp else piece
 
 
 CUTTING: tuple[Handler, ...] = (split_gated, split_fused_latent, split_parts)
 RENAMING: tuple[Handler, ...] = (number_experts, name_mtp)
 
 
-def stored_pieces(name: str, rows: int, around: Surroundings, *, unsplit: bool = False) -> list[Piece]:
-    """Stored pieces of parameter `name`, of which each tensor-parallel rank has `rows`."""
+def stored_pieces(name: str, rows: int, context: NamingContext, *, unsplit: bool = False) -> list[Piece]:
+    """The pieces that are stored for parameter `name`, of which each tensor-parallel rank has `rows`."""
     pieces = [Piece(name, 0, rows)]
     for handler in RENAMING if unsplit else (*CUTTING, *RENAMING):
-        pieces = [made for piece in pieces for made in handler(piece, around)]
+        pieces = [made for piece in pieces for made in handler(piece, context)]
     return pieces
 
 
-def stored_name(name: str, around: Surroundings) -> str:
-    """Name of a parameter that stays in one piece, as for its options in the optimizer."""
-    return stored_pieces(name, 0, around, unsplit=True)[0].name
+def stored_name(name: str, context: NamingContext) -> str:
+    """The stored name of a parameter in one piece, under which the optimizer's options for it are stored."""
+    return stored_pieces(name, 0, context, unsplit=True)[0].name
 
 
 def shift_expert(name: str, by: int) -> str:
@@ -134,7 +134,7 @@ def shift_expert(name: str, by: int) -> str:
 
 
 def expert_number(name: str) -> int | None:
-    """Number of the expert that a parameter belongs to; None if it belongs to none."""
+    """The number of the expert that a parameter belongs to; None outside experts."""
     found = _EXPERT.search(name)
     return int(found["number"]) if found else None
 
@@ -145,14 +145,14 @@ def without_expert(name: str) -> str:
 
 
 def canonical(name: str) -> str:
-    """A stored name without what depends on who wrote it: wrappers in front, and the name inside MTP layers."""
+    """A stored name without wrappers' prefixes, with one name for the layer inside MTP layers, whoever wrote it."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return _MTP.sub(r"\1transformer_layer.", name)
 
 
 class PartName(NamedTuple):
-    """The name of one part of a parameter: that of the parameter, and what is added to it."""
+    """The name of one part of a parameter: the parameter's, and a suffix."""
 
     whole: str
     end: str

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
-from megatron_fsdp.mcore.fused_parts import fused_parts
+from megatron_fsdp.mcore.adapter import unwrap_model
 from megatron_fsdp.mcore.parallel_layout import partition_dim
-from megatron_fsdp.mcore.stored_names import Piece, Surroundings, stored_name, stored_pieces
-from megatron_fsdp.mcore.unwrap import unwrap_model
+from megatron_fsdp.mcore.stored_names import DELTA_NET, MAMBA, NamingContext, Part, Piece, stored_name, stored_pieces
 
 _MODEL = "module."
-"""The model's own name in a checkpoint."""
+"""Prefix of the model's parameters in a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,33 +26,33 @@ class _Entry:
 
 
 class StoredState:
-    """The state of a `FullyShardedDataParallel` model and its optimizer in the form of checkpoints.
+    """Names and pieces of a `FullyShardedDataParallel` model and its optimizer in a checkpoint.
 
     Args:
         model: the sharded model.
-        is_stored: tells whether a checkpoint that is about to be read has this weight, named without wrappers; what it
-            has only in one piece is then read so. None: everything is named as it is written.
+        is_stored: true for names, without wrappers, of weights in the checkpoint that is about to be read: a weight
+            that it has in one piece only is read so. None: everything is named as it is written.
 
     Raises:
-        ValueError: a layer says that a parameter, which it fuses, has other rows than it has.
+        ValueError: the parts that a layer reports for a fused parameter do not add up to its rows.
     """
 
     def __init__(self, model: nn.Module, is_stored: Callable[[str], bool] | None = None):
         inner = unwrap_model(model)
-        surroundings = _Finder(inner)
+        context_of = _ContextFinder(inner)
         self._entries: dict[str, _Entry] = {}
         self.tied_to_ranks: list[str] = []
-        """Weights split over tensor-parallel ranks and read in one piece, which fits only as many ranks as wrote it."""
+        """Tensor-parallel parameters that are read in one piece: only as many ranks as wrote them can."""
         for name, param in inner.named_parameters(remove_duplicate=False):
-            spec, around = param.megatron_fsdp_spec, surroundings(name)
-            _check_parts(name, spec.part_rows, around)
-            pieces = stored_pieces(name, spec.part_rows, around)
+            spec, context = param.megatron_fsdp_spec, context_of(name)
+            _check_parts(name, spec.part_rows, context)
+            pieces = stored_pieces(name, spec.part_rows, context)
             if is_stored is not None and not all(is_stored(piece.name) for piece in pieces):
-                whole = stored_pieces(name, spec.part_rows, around, unsplit=True)
+                whole = stored_pieces(name, spec.part_rows, context, unsplit=True)
                 if is_stored(whole[0].name):
                     pieces = whole
                     self.tied_to_ranks += [name] if _is_split(param) else []
-            self._entries[name] = _Entry(spec=spec, group_name=stored_name(name, around), pieces=tuple(pieces))
+            self._entries[name] = _Entry(spec=spec, group_name=stored_name(name, context), pieces=tuple(pieces))
 
     def model(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """The model's `state_dict()` under stored names."""
@@ -65,7 +64,7 @@ class StoredState:
         return stored
 
     def optimizer(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """The optimizer's `fqn_state_dict()` under stored names; what is no tensor of rows stands at every piece."""
+        """The optimizer's `fqn_state_dict()` under stored names; values without rows are repeated for every piece."""
         stored = dict(state_dict)
         stored["state"] = {}
         for name, values in state_dict["state"].items():
@@ -103,13 +102,13 @@ def _parts(entry: _Entry, value: Any, prefix: str = "") -> Iterator[tuple[str, A
         yield prefix + piece.name, entry.spec.rows_of_parts(value, piece.first, piece.count) if is_cut else value
 
 
-def _check_parts(name: str, rows: int, around: Surroundings) -> None:
-    expected = sum(part.rows for part in around.parts)
-    if around.parts and expected != rows:
+def _check_parts(name: str, rows: int, context: NamingContext) -> None:
+    expected = sum(part.rows for part in context.parts)
+    if context.parts and expected != rows:
         raise ValueError(
             f"{name} has {rows} rows on each tensor-parallel rank, but its layer fuses {expected}: "
-            f"{', '.join(f'{part.rows} of {part.name}' for part in around.parts)}. Derive a layer that fuses something "
-            "else than megatron-core's from another class than megatron-core's."
+            f"{', '.join(f'{part.rows} of {part.name}' for part in context.parts)}. Derive a layer that fuses "
+            "something else than megatron-core's from another class than megatron-core's."
         )
 
 
@@ -117,8 +116,8 @@ def _is_split(param: nn.Parameter) -> bool:
     return partition_dim(param, getattr(param, "_tensor_parallel_mode", None)) is not None
 
 
-class _Finder:
-    """Finds what is around a parameter: the configuration of the nearest module above it that has one."""
+class _ContextFinder:
+    """Finds a parameter's context: the configuration of the nearest module above it that has one."""
 
     def __init__(self, model: nn.Module):
         self._parts = dict(fused_parts(model))
@@ -129,10 +128,10 @@ class _Finder:
             if hasattr(module, "num_local_experts") and hasattr(module, "ep_group"):
                 self._first_experts[name] = module.ep_group.rank() * module.num_local_experts
 
-    def __call__(self, name: str) -> Surroundings:
+    def __call__(self, name: str) -> NamingContext:
         config = _nearest(self._configs, name)
         query_rows = getattr(config, "q_lora_rank", None) if getattr(config, "multi_latent_attention", False) else None
-        return Surroundings(
+        return NamingContext(
             is_gated=getattr(config, "gated_linear_unit", True),
             first_expert=_nearest(self._first_experts, name) or 0,
             query_latent_rows=query_rows,
@@ -142,9 +141,45 @@ class _Finder:
 
 
 def _nearest(values: Mapping[str, Any], name: str) -> Any:
-    """The value of the longest of `name`'s prefixes that has one."""
+    """The value of the longest prefix of `name` that has one; None if no prefix has."""
     while name:
         name = name.rpartition(".")[0]
         if name in values:
             return values[name]
     return None
+
+
+_Rows = dict[str, tuple[int, ...]]
+
+
+def _of_delta_net(layer: Any) -> _Rows:
+    query, value, heads = (width // layer.tp_size for width in (layer.qk_dim, layer.v_dim, layer.num_value_heads))
+    return {"in_proj": (query, query, value, value, heads, heads), "conv1d": (query, query, value)}
+
+
+def _of_mamba(layer: Any) -> _Rows:
+    inner, state = layer.d_inner_local_tp, layer.ngroups_local_tp * layer.d_state
+    return {"in_proj": (inner, inner, state, state, layer.nheads_local_tp), "conv1d": (inner, state, state)}
+
+
+# By name: megatron-core imports these classes only beside packages that few machines have.
+_LAYERS: dict[str, tuple[dict[str, tuple[str, ...]], Callable[[Any], _Rows]]] = {
+    "GatedDeltaNet": (DELTA_NET, _of_delta_net),
+    "MambaMixer": (MAMBA, _of_mamba),
+}
+
+
+def fused_parts(model: nn.Module) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    """(name of a parameter, the parts of this tensor-parallel rank's rows) of every fused parameter.
+
+    The parameters themselves may be missing.
+    """
+    for name, module in model.named_modules(remove_duplicate=False):
+        kind = next((_LAYERS[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in _LAYERS), None)
+        if kind is None:
+            continue
+        names, rows_of = kind
+        for child, rows in rows_of(module).items():
+            parts = tuple(Part(*each) for each in zip(names[child], rows, strict=True))
+            for leaf in ("weight", "bias"):
+                yield f"{name}.{child}.{leaf}".removeprefix("."), parts
