@@ -144,33 +144,19 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return wrapped
 
 
-class _Event:
-    """A CUDA event on a device that has no queue: always complete."""
+class _Event(torch.cpu.Event):
+    """A CUDA event on a device without a queue: always complete, at one moment."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
-
-    def record(self, *_: object, **__: object) -> "_Event":
-        return self
-
-    def wait(self, *_: object, **__: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
 
     def elapsed_time(self, _: "_Event") -> float:
         return 0.0
 
 
-class _Stream:
+class _Stream(torch.cpu.Stream):
     """A CUDA stream on a device that runs in program order."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
-
-    def wait_stream(self, _: "_Stream") -> None: ...
-
-    def wait_event(self, _: _Event) -> None: ...
 
     def record_event(self, event: _Event | None = None) -> _Event:
         return event or _Event()

@@ -1,7 +1,6 @@
-"""`DistributedDataParallelConfig`: megatron-core's options with the engine's, and the reader of every one.
+"""`DistributedDataParallelConfig`: megatron-core's options with the engine's.
 
-Every field of the class falls into one table below: read by the engine, refused, without effect (said once), or
-read by megatron-core itself. Nothing is accepted and dropped in silence.
+Every field is read by the engine or by megatron-core, refused, or without effect, which a warning says once.
 """
 
 import dataclasses
@@ -71,7 +70,7 @@ class DistributedDataParallelConfig(engine.DistributedDataParallelConfig, McoreD
             self.fsdp_double_buffer = True
 
 
-#: Options that are refused: field -> (the value that means off, why, what to do).
+#: Options that are refused: field -> (the value that means off, why).
 _REFUSED: dict[str, tuple[object, str]] = {
     "fp4_param_gather": (False, "there is no fp4 weight codec"),
     "megatron_fsdp_version": (1, "there is one engine, and it has the interface of version 1"),
@@ -95,29 +94,19 @@ _WITHOUT_EFFECT: dict[str, tuple[object, str]] = {
     "reuse_grad_buf_for_mxfp8_param_ag": (False, "weights are gathered into buffers of their own"),
 }
 
-#: Fields that somebody else answers for, with the reader.
-_READ_ELSEWHERE: dict[str, str] = {
-    "align_param_gather": "pipeline schedules; with one pipeline stage there is nothing to align",
-    "use_distributed_optimizer": "implied: every strategy but 0 shards the optimizer",
-    "use_megatron_fsdp": "implied by building FullyShardedDataParallel",
-    "use_custom_fsdp": "the former name of use_megatron_fsdp",
-    "num_buckets": "turned into bucket_size",
-    "num_distributed_optimizer_instances": "turned into the outer axis by build_dist_index",
-}
-
 
 def resolve_ddp_config(
     config: McoreDistributedDataParallelConfig, *, unbucketed_numel: int | None = None
 ) -> DistributedDataParallelConfig:
-    """`config`, megatron-core's own or ours, as the engine and megatron-core read it. `config` itself stays as it is.
+    """A copy of `config`, megatron-core's own or ours, with the values that the engine and megatron-core read.
 
     Args:
-        config: fields it lacks count as left at their defaults.
+        config: stays as it is; fields that it lacks have their defaults.
         unbucketed_numel: elements that `num_buckets` divides; needed with that option only.
 
     Raises:
-        ValueError: a value that no field of this kind can have.
-        NotImplementedError: an option asks for something this engine does not do.
+        ValueError: a field is unknown, or has a value that it cannot have.
+        NotImplementedError: an option asks for a feature that the engine does not have.
     """
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
     _refuse(given)
@@ -125,9 +114,11 @@ def resolve_ddp_config(
         if given.get(name, default) != default:
             _warn_once(f"{name}={given[name]!r} has no effect with Megatron-FSDP; {instead}")
             given[name] = default
-    given["bucket_size"] = _bucket_size(given, unbucketed_numel)
-    implied = {"num_buckets": None, "use_megatron_fsdp": True, "use_distributed_optimizer": True}
-    return DistributedDataParallelConfig(**(given | implied))
+    if (num_buckets := given.pop("num_buckets", None)) is not None:
+        if unbucketed_numel is None:
+            raise ValueError(f"num_buckets={num_buckets} needs the number of elements to divide; pass unbucketed_numel")
+        given["bucket_size"] = max(1, -(-unbucketed_numel // num_buckets))
+    return DistributedDataParallelConfig(**(given | {"use_megatron_fsdp": True, "use_distributed_optimizer": True}))
 
 
 def _refuse(given: dict[str, object]) -> None:
@@ -141,15 +132,6 @@ def _refuse(given: dict[str, object]) -> None:
     for name, (off, reason) in _REFUSED.items():
         if given.get(name, off) != off:
             raise NotImplementedError(f"{name}={given[name]!r} is not supported: {reason}. Leave it at {off!r}.")
-
-
-def _bucket_size(given: dict[str, object], unbucketed_numel: int | None) -> int | None:
-    num_buckets = given.get("num_buckets")
-    if num_buckets is None:
-        return given["bucket_size"]
-    if unbucketed_numel is None:
-        raise ValueError(f"num_buckets={num_buckets} needs the number of elements to divide; pass unbucketed_numel")
-    return max(1, -(-unbucketed_numel // num_buckets))
 
 
 def _dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
