@@ -32,7 +32,7 @@ ONLY_IN = {
 }
 #: Module -> places that must do without it.
 NOT_IN = {"torch.distributed": ("plan/", "config.py")}
-STRATEGY_NAMES_ONLY_IN = ("plan/strategy.py", "config.py")
+STRATEGY_NAMES_ONLY_IN = ("plan/strategy.py",)
 PRIVATE_TORCH_ONLY_IN = ("machine/torch_compat.py",)
 #: Private names that no source defines and that do not count: a namespace, our attribute of parameters, namedtuple's.
 NOT_COUNTED = {"_C", "_megatron_fsdp_owner", "_fields"}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp.plan.strategy import OUTER_STRATEGIES, RESTING, plan_for
+from megatron_fsdp.plan.strategy import NO_SHARD, OUTER_STRATEGIES, RESTING, plan_for
 
 #: Units gathered ahead of the one that computes, where no number of elements is given.
 UNITS_AHEAD = 1
@@ -78,7 +78,7 @@ class DistributedDataParallelConfig:
     fp8_param_gather: bool = False
     """Compute weights are fp8 and are gathered as such."""
 
-    data_parallel_sharding_strategy: str | int = "no_shard"
+    data_parallel_sharding_strategy: str | int = NO_SHARD
     """One of no_shard, optim, optim_grads, optim_grads_params, or its number 0 to 3."""
 
     gradient_reduce_div_fusion: bool = True
@@ -106,7 +106,7 @@ class DistributedDataParallelConfig:
     fsdp_all_gather_in_start_param_sync: bool = True
     """`start_param_sync()` issues the first gather of the next forward."""
 
-    outer_dp_sharding_strategy: str | int = "no_shard"
+    outer_dp_sharding_strategy: str | int = NO_SHARD
     """Strategy of the outer axis: no_shard (HSDP) or optim (HFSDP)."""
 
     disable_symmetric_registration: bool = False
@@ -148,7 +148,9 @@ class DistributedDataParallelConfig:
 def default_config() -> DistributedDataParallelConfig:
     """Options of a `MegatronFSDP` that is given none: everything sharded, everything overlapped."""
     return DistributedDataParallelConfig(
-        data_parallel_sharding_strategy="optim_grads_params", overlap_grad_reduce=True, overlap_param_gather=True
+        data_parallel_sharding_strategy=ShardingStrategy.OPTIM_GRADS_PARAMS,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
     )
 
 
