@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from megatron_fsdp.build.find_units import UnitPlan, plan_units
-from megatron_fsdp.build.meta_init import check_resettable, materialize, materialize_buffers
+from megatron_fsdp.build.find_units import UnitPlan
+from megatron_fsdp.build.meta_init import materialize, materialize_buffers
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.allocator import StoragePool
 from megatron_fsdp.machine.collectives import NO_SCALE, GradScale
@@ -40,99 +37,6 @@ class BuildRequest:
     config: EngineConfig
     pool: StoragePool
     device: torch.device
-
-
-def plan_and_check(
-    module: nn.Module,
-    unit_classes: tuple[type, ...],
-    root_params: Collection[nn.Parameter] = (),
-    *,
-    from_meta: bool = False,
-    has_expert_mesh: bool = False,
-    fine_grained: tuple[type, ...] = (),
-) -> list[UnitPlan]:
-    """Units and their parameters. Raises every mistake that the model's shape shows, before anything is communicated.
-
-    Raises:
-        ValueError: see `plan_units` and `check_resettable`; a meta tensor without meta initialisation; expert
-            parameters without an expert mesh; a parameter that no codec handles, that a lazy module has not made yet,
-            or whose elements share memory.
-        NotImplementedError: an embedding that changes its weight in forward, or whose gradient is sparse.
-    """
-    _check_initialized(module)
-    plans = plan_units(module, unit_classes, root_params, fine_grained)
-    _check_embeddings(module)
-    params = [param for plan in plans for param in plan.params]
-    if not params:
-        raise ValueError(f"{type(module).__name__} has no parameters; there is nothing to shard.")
-    on_meta = [param.fqn for param in params if param.unsharded.is_meta]
-    on_meta += [name for name, buffer in module.named_buffers() if buffer.is_meta]
-    if on_meta and not from_meta:
-        raise ValueError(
-            f"{on_meta[0]} is on the meta device; pass init_model_with_meta_device=True, or initialise the model first."
-        )
-    if from_meta:
-        check_resettable(module)
-    experts = [param.fqn for param in params if is_expert_param(param.unsharded)]
-    if experts and not has_expert_mesh:
-        raise ValueError(f"{experts[0]} is an expert parameter (allreduce=False); pass expt_device_mesh.")
-    for param in params:
-        codec_for(param.unsharded)
-        if not param.unsharded.is_floating_point():
-            raise ValueError(f"{param.fqn} has dtype {param.unsharded.dtype}; parameters must be floating-point.")
-        if _shares_memory(local_part(param.unsharded)):
-            raise ValueError(
-                f"{param.fqn} has shape {tuple(param.unsharded.shape)} and strides {param.unsharded.stride()}, so that "
-                "elements share memory (an expand()ed view?) and would part once they are sharded; make them elements "
-                "of their own with .clone(memory_format=torch.contiguous_format), or keep the small parameter and "
-                "expand it in forward."
-            )
-    return plans
-
-
-def _check_initialized(module: nn.Module) -> None:
-    """Checks that lazy modules have made their tensors.
-
-    Raises:
-        ValueError: one has not.
-    """
-    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
-        if is_lazy(tensor):
-            raise ValueError(
-                f"{name} is not initialised: its lazy module makes it in the first forward. Run one forward on every "
-                "rank before sharding, or use the module that is not lazy."
-            )
-
-
-def _check_embeddings(module: nn.Module) -> None:
-    """Checks that embeddings neither change their weight in forward nor give it a sparse gradient.
-
-    Raises:
-        NotImplementedError: one does.
-    """
-    for name, child in module.named_modules():
-        if not isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
-            continue
-        label = name or "the model"
-        if child.max_norm is not None:
-            raise NotImplementedError(
-                f"{label} is an embedding with max_norm, which changes its weight in forward; the change would be lost "
-                "on a sharded weight. Leave max_norm out."
-            )
-        if child.sparse and child.weight.requires_grad:
-            raise NotImplementedError(
-                f"{label} is an embedding with sparse=True, whose weight has a sparse gradient; gradients are reduced "
-                "and sharded as dense ones. Leave sparse out, or freeze the weight."
-            )
-
-
-def _shares_memory(tensor: torch.Tensor) -> bool:
-    """True if two elements of a strided `tensor` have one place in memory."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0:
-        return False
-    steps = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-    span = 1 + sum((size - 1) * stride for size, stride in steps)
-    return span < tensor.numel() or any(stride == 0 for _, stride in steps)
 
 
 def build_units(request: BuildRequest, plans: list[UnitPlan]) -> list[Unit]:
