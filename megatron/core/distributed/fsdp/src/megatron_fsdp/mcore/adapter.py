@@ -19,8 +19,8 @@ from megatron_fsdp.mcore.parallel_layout import tag_modes
 from megatron_fsdp.mcore.process_groups import build_dist_index
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 
-#: Name of the user's model in a checkpoint, whatever wrappers are around it.
-_PREFIX = "module."
+#: Prefix of the user's model in state dicts and checkpoints, whatever wrappers are around it.
+MODEL_PREFIX = "module."
 
 #: Classes whose instances are units, by import path.
 _UNIT_CLASSES = (
@@ -131,7 +131,7 @@ class FullyShardedDataParallel(MegatronFSDP):
         wrapped = nn.Module.state_dict(self.module, keep_vars=keep_vars)
         inner = self._wrapper_prefix()
         state_dict = {} if destination is None else destination
-        state_dict.update({prefix + _PREFIX + key.removeprefix(inner): value for key, value in wrapped.items()})
+        state_dict.update({prefix + MODEL_PREFIX + key.removeprefix(inner): value for key, value in wrapped.items()})
         return state_dict
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class FullyShardedDataParallel(MegatronFSDP):
             RuntimeError: shapes differ, or with `strict` a key is missing or unexpected.
         """
         inner = self._wrapper_prefix()
-        wrapped = {inner + key.removeprefix(_PREFIX): value for key, value in state_dict.items()}
+        wrapped = {inner + key.removeprefix(MODEL_PREFIX): value for key, value in state_dict.items()}
         missing, unexpected = nn.Module.load_state_dict(self.module, wrapped, strict=False, assign=assign)
         result = LoadResult(
             [key.removeprefix(inner) for key in missing if not key.endswith("_extra_state")],

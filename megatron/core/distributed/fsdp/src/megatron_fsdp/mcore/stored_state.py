@@ -10,12 +10,9 @@ import torch
 from torch import nn
 
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
-from megatron_fsdp.mcore.adapter import unwrap_model
+from megatron_fsdp.mcore.adapter import MODEL_PREFIX, unwrap_model
 from megatron_fsdp.mcore.parallel_layout import partition_dim
 from megatron_fsdp.mcore.stored_names import DELTA_NET, MAMBA, NamingContext, Part, Piece, stored_name, stored_pieces
-
-_MODEL = "module."
-"""Prefix of the model's parameters in a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +55,8 @@ class StoredState:
         """The model's `state_dict()` under stored names."""
         stored: dict[str, Any] = {}
         for key, value in state_dict.items():
-            entry = self._entries.get(key.removeprefix(_MODEL))
-            parts = [(key, value)] if entry is None else _parts(entry, value, _MODEL)
+            entry = self._entries.get(key.removeprefix(MODEL_PREFIX))
+            parts = [(key, value)] if entry is None else _parts(entry, value, MODEL_PREFIX)
             stored.update(parts)
         return stored
 
