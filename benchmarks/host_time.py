@@ -30,8 +30,7 @@ from torch import nn
 
 from megatron_fsdp import fully_shard
 from megatron_fsdp.runtime import hooks
-from megatron_fsdp.runtime.gatherer import Gatherer
-from megatron_fsdp.runtime.reducer import Reducer
+from megatron_fsdp.runtime.communication import Gatherer, Reducer
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Unit
 
@@ -42,12 +41,12 @@ OPTIMIZERS = {
 }
 PARTS = {
     "hooks": (hooks._UnitHooks, ("pre_forward", "post_forward", "pre_backward")),
-    "schedule": (Schedule, ("enter", "returned", "exit", "gradient_arrived", "finish_backward")),
+    "schedule": (Schedule, ("enter", "exit", "gradient_arrived", "finish_backward")),
     "gathers": (Gatherer, ("gather", "refresh", "reshard")),
     "event waits": (Gatherer, ("wait_for",)),
-    "reductions": (Reducer, ("reduce", "finalize", "drain", "wait")),
+    "reductions": (Reducer, ("reduce", "finalize", "drain", "drain_all")),
     "view swaps": (Unit, ("show_unsharded", "show_sharded")),
-    "checks": (Unit, ("lends",)),
+    "checks": (Unit, ("owns",)),
 }
 """Parts that --parts counts: name -> (class, methods)."""
 

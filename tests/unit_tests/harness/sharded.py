@@ -200,14 +200,8 @@ def full_weights(model: Any) -> dict[str, torch.Tensor]:
     return {name: param.full_tensor() for name, param in model.module.named_parameters()}
 
 
-def assert_resting(model: Any, lenders: Sequence[Any] = ()) -> None:
-    """Every module shows its shards, gradients lie like their parameters, and nothing is left gathered.
-
-    Args:
-        model: sharded.
-        lenders: units that have returned views of their weights to forwards whose backward is to come.
-    """
-    kept = [group for unit in lenders for group in unit.groups]
+def assert_resting(model: Any) -> None:
+    """Every module shows its shards, gradients lie like their parameters, and nothing is left gathered."""
     for name, param in model.module.named_parameters():
         assert isinstance(param, DTensor), f"{name} is still gathered"
         if param.grad is not None:
@@ -216,7 +210,7 @@ def assert_resting(model: Any, lenders: Sequence[Any] = ()) -> None:
     for group, param in model.param_and_grad_buffer.trained():
         assert param.sharded.grad is None or param.sharded.grad.dtype == group.spec.grad_dtype, param.fqn
     for group in model.param_and_grad_buffer.parameter_groups:
-        if group.plan.gathers_weights and group not in kept:
+        if group.plan.gathers_weights:
             assert not group.is_unsharded, f"{group.spec.fqns} are still gathered"
             sizes = [param.untyped_storage().size() for param in group.params if type(param.data) is torch.Tensor]
             assert is_poisoned(model) or not any(sizes), f"{group.spec.fqns} keep their full storage: {sizes} bytes"

@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 
 from tests.unit_tests.harness.communication import collectives_heard
-from tests.unit_tests.harness.odd_models import Table
 from tests.unit_tests.harness.parity import TASKS, Case, compare
 from tests.unit_tests.harness.rank_pool import RankPool
 from tests.unit_tests.harness.sharded import (
@@ -99,14 +98,14 @@ def forwards_in_between(model, recipe, batches) -> list[float]:
     return losses
 
 
-def evaluate(model, batch, lenders=()) -> None:
-    """Twice under no_grad and once in inference mode; afterwards nothing is gathered, but for what backwards await."""
+def evaluate(model, batch) -> None:
+    """Twice under no_grad and once in inference mode; afterwards nothing is gathered."""
     with torch.no_grad():
         outputs = [model(batch[0]), model(batch[0])]
-    assert_resting(model, lenders)
+    assert_resting(model)
     with torch.inference_mode():
         outputs.append(model(batch[0]))
-    assert_resting(model, lenders)
+    assert_resting(model)
     assert all(torch.equal(outputs[0], output) for output in outputs)
 
 
@@ -126,7 +125,7 @@ def gathered_ahead(model, recipe, batches) -> list[float]:
 def forward_before_backward(model, recipe, batches) -> list[float]:
     """All forwards, an evaluation, then all backwards, the last one first, as pipelines may."""
     losses = [recipe.loss_fn(model(inputs), target) for inputs, target in batches]
-    evaluate(model, batches[0], lenders=[unit for unit in model.schedule.units if isinstance(unit.module(), Table)])
+    evaluate(model, batches[0])
     with model.no_sync():
         for loss in reversed(losses[1:]):
             loss.backward()

@@ -1,6 +1,7 @@
 """Models and loops that do odd things, sharded and whole, with the same gradients."""
 
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,7 @@ class ViewLayer(Layer):
 
 
 class TableLayer(nn.Module):
-    """Multiplies with its weight, or lends it."""
+    """Multiplies with its weight, or returns it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +57,17 @@ class TableLayer(nn.Module):
         return self.table if x is None else x @ self.table.t()
 
 
-UNITS = (Layer, AddingLayer, ViewLayer, TableLayer)
+class PairLayer(TableLayer):
+    """Returns a product and a view of its weight, in `form`."""
+
+    form: Callable[..., Any] = staticmethod(lambda product, rows: {"pair": (product, rows)})
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Shapes (batch, 4), kept, and (2, 4)."""
+        return self.form(x @ self.table, self.table[:2])
+
+
+UNITS = (Layer, AddingLayer, ViewLayer, TableLayer, PairLayer)
 
 
 class Stack(nn.Module):
@@ -106,8 +117,23 @@ class ViewStack(Stack):
         return x
 
 
-class LentStack(Stack):
-    """Borrows the weight of a layer that it also calls."""
+class PairStack(Stack):
+    """Uses a view of a layer's weight after that layer's forward."""
+
+    def __init__(self) -> None:
+        super().__init__(PairLayer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, 4), kept."""
+        x = self.first(x)
+        for layer in self.layers:
+            product, rows = layer(x)["pair"]
+            x = torch.tanh(product) + rows.sum(0)
+        return x
+
+
+class ReturningStack(Stack):
+    """Uses the weight that a layer returns, a layer that it also calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +201,8 @@ def _again(layer: nn.Module) -> Callable[..., torch.Tensor | None]:
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], None], dict[str, Any]]] = {
     "keyword arguments changed in place": (AddingStack, plainly, {}),
     "output views changed in place": (ViewStack, plainly, {}),
-    "a weight lent by a layer that is also called": (LentStack, plainly, {}),
+    "a weight returned by a layer that is also called": (ReturningStack, plainly, {}),
+    "views of weights in a nested output": (PairStack, plainly, {}),
     "backward inside forward": (Inside, plainly, {}),
     "backward inside forward, synchronized": (Inside, plainly, {"sync_model_each_microbatch": True}),
     "first run inside another backward": (Stack, in_a_hook, {}),
@@ -248,7 +275,7 @@ def job_orders() -> tuple[int, int]:
     chance, order, sizes = random.Random(0), list(range(4)), []
     for _ in range(40):
         model(batch(), tuple(order)).sum().backward()
-        sizes.append(len(model.schedule.programs.get(Key(0, True)).program.ops))
+        sizes.append(len(model.schedule.programs.get(Key(0, True, "")).ops))
         chance.shuffle(order)
     return sizes[0], max(sizes)
 
@@ -256,3 +283,14 @@ def job_orders() -> tuple[int, int]:
 def test_programs_do_not_grow_beyond_twice_a_pass(ranks2: RankPool) -> None:
     for first, most in ranks2.run(job_orders, timeout_s=40):
         assert most <= 2.5 * first
+
+
+def job_hidden_view() -> None:
+    model = shard(PairStack(), Sharding(units=UNITS))
+    model.module.layers[0].form = lambda product, rows: types.SimpleNamespace(product=product, rows=rows)
+    model(batch())
+
+
+def test_a_view_of_weights_in_an_object_of_an_unknown_class_is_refused(ranks2: RankPool) -> None:
+    message = r"unit layers.0 returns a view of its weights inside SimpleNamespace; .* return a copy: \.clone\(\)"
+    ranks2.run_expecting(RuntimeError, message, job_hidden_view)

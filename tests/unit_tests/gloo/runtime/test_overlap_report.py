@@ -13,7 +13,7 @@ from torch import nn
 from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.diagnostics.overlap_report import OverlapReport, Times, folded
 from megatron_fsdp.machine.device import Device, HostTime, PeakMemory
-from megatron_fsdp.runtime.timeline import Kind, Watch
+from megatron_fsdp.runtime.timeline import Kind, Timeline
 from megatron_fsdp.state.main_grad import MainGrad
 from megatron_fsdp.state.param_group import ParamGroup
 from tests.unit_tests.harness.parity import Case
@@ -209,20 +209,20 @@ class FakeGPU(Device):
 
 def test_what_runs_beside_the_compute_stream_is_exposed_only_where_that_waits() -> None:
     device = FakeGPU(torch.device("cpu"))
-    watch = Watch(device)
+    timeline = Timeline(device)
     unit = mock.Mock(is_root=False, label="layer")
-    schedule = mock.Mock(watch=watch, units=[unit], device=device)
+    schedule = mock.Mock(timeline=timeline, units=[unit], device=device)
     with OverlapReport(schedule) as report:
         Clock.pause(1)
-        with watch.communicates(Kind.GATHER, unit):
+        with timeline.communicates(Kind.GATHER, unit):
             Clock.pause(4)
-        with watch.waits(Kind.GATHER, unit):
+        with timeline.waits(Kind.GATHER, unit):
             Clock.pause(1)
-        watch.enter(unit)
+        timeline.enter(unit)
         Clock.pause(4)
-        with watch.waits(Kind.REDUCE):
+        with timeline.waits(Kind.REDUCE):
             Clock.pause(2)
-        watch.leave()
+        timeline.leave()
     layer, outside = report.rows
     assert layer.compute_ms == pytest.approx(4.0) and outside.compute_ms == pytest.approx(5.0)
     assert layer.gather_ms == pytest.approx(4.0) and layer.reduce_ms == 0

@@ -101,7 +101,7 @@ def _without(path: str, name: str, replacement: Callable) -> Callable:
 
 
 def _drain_at_once(reducer: Any, unit: Any) -> None:
-    reducer._in_flight.pop(unit, None)
+    reducer.in_flight.pop(unit, None)
 
 
 @contextlib.contextmanager
@@ -129,13 +129,13 @@ def _nothing(*_: Any) -> None: ...
 
 SABOTAGE: dict[str, Callable] = {
     "none": contextlib.nullcontext,
-    "gathers do not wait for an install": _without("runtime.gatherer.Gatherer", "follow", _nothing),
-    "compute does not wait for gathers": _without("runtime.gatherer.Gatherer", "wait_for", _nothing),
-    "weights are freed while they are read": _without("runtime.gatherer.Gatherer", "reshard", _release_at_once),
-    "staged gradients are freed at once": _without("runtime.reducer.Reducer", "drain", _drain_at_once),
-    "the step does not wait for reductions": _without("runtime.reducer.Reducer", "_wait", _nothing),
-    "the outer axis does not wait": _without("runtime.reducer.Reducer", "_along_outer", _along_outer_at_once),
-    "copies on the wire are dropped": _without("runtime.reducer.Reducer", "_keep_while_crossing", _nothing),
+    "gathers do not wait for an install": _without("runtime.communication.Gatherer", "wait_for_compute", _nothing),
+    "compute does not wait for gathers": _without("runtime.communication.Gatherer", "wait_for", _nothing),
+    "weights are freed while they are read": _without("runtime.communication.Gatherer", "reshard", _release_at_once),
+    "staged gradients are freed at once": _without("runtime.communication.Reducer", "drain", _drain_at_once),
+    "the step does not wait for reductions": _without("runtime.communication.Reducer", "wait", _nothing),
+    "the outer axis does not wait": _without("runtime.communication.Reducer", "_along_outer", _along_outer_at_once),
+    "copies on the wire are dropped": _without("runtime.communication.Reducer", "_keep_while_crossing", _nothing),
     "what was set aside is dropped": _without("state.main_grad.MainGrad", "_settle", _settle_and_forget),
 }
 SABOTAGED = {

@@ -49,7 +49,7 @@ def job_gathers(budget: int, steps: int, is_auto: bool = False) -> tuple[list[li
             else:
                 train_step(model, optimizer, wanted.recipe, microbatches)
         seen.append([call.args[0].spec.name.partition(":")[0] for call in spy.call_args_list])
-        left.append(sum(unit.gathered_nbytes for unit in units if unit.gathers_weights and unit.is_unsharded))
+        left.append(sum(unit.gathered_nbytes for unit in units if unit.is_gathered))
     return seen, left, max(unit.gathered_nbytes for unit in units if not unit.is_root)
 
 

@@ -41,7 +41,6 @@ from megatron_fsdp.optim.grad_norm import clip_grad_norm
 from megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_fsdp.plan.strategy import Placement
 from megatron_fsdp.runtime.hooks import install_hooks
-from megatron_fsdp.runtime.preconditions import check_idle, check_not_taken, showing_sharded
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Unit
 from megatron_fsdp.state_dict.full_params import full_params
@@ -220,7 +219,7 @@ class MegatronFSDP(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The sharded parameters, also in the middle of a step, when modules hold the full ones."""
-        with showing_sharded(self._schedule.units):
+        with self._schedule.showing_sharded():
             found = list(super().named_parameters(*args, **kwargs))
         yield from found
 
@@ -297,7 +296,7 @@ class MegatronFSDP(nn.Module):
                 "force_all_reduce=True is for replicated gradients; sharded ones are reduced to their owners."
             )
         self.synchronize_gradient_reduce()
-        (self._schedule.release if self.model_auto_sync else self._schedule.rest)()  # more may come
+        self._schedule.reshard_all(keeps_resident=self.model_auto_sync)  # more may come
         self._schedule.microbatch_count = 0
         if self.step_guard.is_active:
             self.step_guard.check()
@@ -350,7 +349,7 @@ class MegatronFSDP(nn.Module):
 
     def synchronize_param_gather(self) -> None:
         """Reshards all units; modules show sharded parameters."""
-        self._schedule.rest()
+        self._schedule.reshard_all()
 
     def full_params(self, writeback: bool = True) -> AbstractContextManager[None]:
         """A context in which every parameter is whole, plain and writable, on every rank. **Collective**.
@@ -390,7 +389,7 @@ class MegatronFSDP(nn.Module):
             NotImplementedError: tensor- or expert-parallel ranks hold parts of the model.
             ValueError: a hook of the model renames shards, or `dtype` is not a floating one of 2 bytes or more.
         """
-        check_idle(self._schedule, "full_state_dict()")
+        self._schedule.check_idle("full_state_dict()")
         check_is_whole(self.dist_index)
         shards, prefix = whole_shards(self.module, self.state_dict_hooks), self._wrapper_prefix()
         return full_state_dict(shards, self._schedule, self.dist_index, wrapper_prefix=prefix, dtype=dtype)
@@ -413,7 +412,7 @@ class MegatronFSDP(nn.Module):
 
         **Collective** if a weight codec is.
         """
-        check_not_taken(self._schedule, "install_optimized_model_weights()")
+        self._schedule.check_unblocked("install_optimized_model_weights()")
         self.param_and_grad_buffer.copy_main_weights_to_model_weights()
 
     @torch.no_grad()

@@ -66,19 +66,19 @@ class OverlapReport:
         schedule = self._seen()
         if schedule is None:
             raise RuntimeError("the model of this overlap report is gone; ask another one for a report.")
-        if schedule.watch.is_on:
+        if schedule.timeline.is_on:
             raise RuntimeError("another overlap report of this model is open; end it first.")
         self._rows = None
         self._schedule = schedule
-        schedule.watch.start()
+        schedule.timeline.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         schedule, self._schedule = self._schedule, None
         if kind is not None:
-            schedule.watch.forget()
+            schedule.timeline.discard()
             return
-        spent = schedule.watch.stop()
+        spent = schedule.timeline.stop()
         sums: dict[str, collections.defaultdict[str, float]] = {
             label: collections.defaultdict(float) for label in (*(unit.label for unit in schedule.units), _OUTSIDE)
         }

@@ -149,7 +149,7 @@ class DoubleBufferPool(StoragePool):
             logger.warning(
                 "%s finds its communication buffer taken by %s and gets memory of its own, now and whenever this "
                 "happens: more units are gathered at a time than there are buffers. Recomputation over several units, "
-                "weights that a unit lends to others, or units that run in another order in every step do that.",
+                "or units that run in another order in every step do that.",
                 key,
                 occupant if isinstance(occupant, str) else "a gradient that is still on its way",
             )

@@ -14,7 +14,6 @@ from megatron_fsdp.machine.torch_compat import uncompiled
 from megatron_fsdp.optim.kinds import check_fits, owned_kind, params_of
 from megatron_fsdp.optim.local_step import around_closures, engine_step
 from megatron_fsdp.optim.state import adopt_state, compact_before_state, create_state, mark_state
-from megatron_fsdp.runtime.preconditions import check_not_taken, note_uninstalled_step
 
 _MARK = "_megatron_fsdp_optimizer"
 
@@ -128,7 +127,7 @@ def _make_step(model: Any, optimizer: torch.optim.Optimizer, base: Callable) -> 
             _model_of(self)
             check_fits(self)
             known_groups = len(self.param_groups)
-        check_not_taken(model._schedule, "optimizer.step()")
+        model._schedule.check_unblocked("optimizer.step()")
         if _only_wants_state(self, model):
             return create_state(self)
         open_grads = model.param_and_grad_buffer.has_open_grads  # automatic synchronization may have come too late
@@ -139,7 +138,7 @@ def _make_step(model: Any, optimizer: torch.optim.Optimizer, base: Callable) -> 
         if install_optimized_model_weights:
             model.install_optimized_model_weights()
         else:
-            note_uninstalled_step(model._schedule, params_of(self))
+            model._schedule.note_uninstalled_step(params_of(self))
         return result
 
     return step

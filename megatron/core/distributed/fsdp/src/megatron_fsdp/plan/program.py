@@ -11,11 +11,13 @@ Units are numbers, in the order of registration; the root is unit 0.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import functools
 import heapq
 from collections.abc import Collection, Iterable, Sequence
+from difflib import SequenceMatcher
 from typing import NamedTuple
 
 # -- events: what hooks report --
@@ -98,8 +100,31 @@ class Program:
     ops: tuple[Op, ...]
     is_spmd: bool = True
     """All ranks recorded the same trace."""
-    longest: int = 0
-    """Events of the longest pass that it holds."""
+
+    @functools.cached_property
+    def _markers(self) -> dict[Token, list[int]]:
+        """Program counters of each event's markers."""
+        markers = collections.defaultdict(list)
+        for pc, op in enumerate(self.ops):
+            if op.kind == AT:
+                markers[op.event, op.unit].append(pc)
+        return markers
+
+    def find(self, token: Token, pc: int) -> int | None:
+        """Program counter of the first marker of this event at or behind `pc`; None: there is none."""
+        places = self._markers.get(token, ())
+        index = bisect.bisect_left(places, pc)
+        return places[index] if index < len(places) else None
+
+    @functools.cached_property
+    def begin(self) -> int:
+        """Program counter of the first marker."""
+        return min((places[0] for places in self._markers.values()), default=len(self.ops))
+
+    @functools.cached_property
+    def gathered_first(self) -> frozenset[int]:
+        """The two units that are gathered first: they may have been gathered before the pass begins."""
+        return frozenset([op.unit for op in self.ops if op.kind == GATHER][:2])
 
     def text(self, labels: Sequence[str]) -> str:
         """One line for each operation: its program counter, and markers at the margin."""
@@ -153,36 +178,17 @@ def _sorted(traces: Sequence[Trace]) -> Trace | None:
 
 
 def _merged(one: Trace, other: Trace) -> Trace:
-    """A shortest common supersequence, by a longest common subsequence. Quadratic; runs when a program is recorded."""
-    if _contains(one, other):
-        return one
-    lengths = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
-    for i in reversed(range(len(one))):
-        below, row = lengths[i + 1], lengths[i]
-        for j in reversed(range(len(other))):
-            row[j] = below[j + 1] + 1 if one[i] == other[j] else max(below[j], row[j + 1])
-    result: list[Token] = []
-    i = j = 0
-    sign = -1 if is_of_backward(one) or is_of_backward(other) else 1
-    while i < len(one) and j < len(other):
-        without_one, without_other = lengths[i + 1][j], lengths[i][j + 1]
-        is_first = without_one > without_other or (
-            without_one == without_other and sign * (one[i][1] - other[j][1]) <= 0
-        )
-        takes_one = one[i] == other[j] or is_first
-        result.append(one[i] if takes_one else other[j])
-        i, j = i + takes_one, j + (not takes_one or one[i] == other[j])
-    return (*result, *one[i:], *other[j:])
+    """A common supersequence of traces whose orders contradict. Quadratic; runs when a program is recorded."""
+    merged: list[Token] = []
+    for kind, start, stop, other_start, other_stop in SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+        merged += one[start:stop]
+        merged += () if kind == "equal" else other[other_start:other_stop]
+    return tuple(merged)
 
 
 def is_of_backward(trace: Trace) -> bool:
     """The trace is that of a backward."""
     return any(event in (GRAD, AGAIN, OVER) for event, _ in trace)
-
-
-def _contains(whole: Trace, part: Trace) -> bool:
-    rest = iter(whole)
-    return all(token in rest for token in part)
 
 
 def completed(trace: Trace, facts: Sequence[UnitFacts], ran: Collection[int] = ()) -> Trace:

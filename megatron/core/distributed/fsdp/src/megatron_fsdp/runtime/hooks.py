@@ -14,15 +14,20 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from megatron_fsdp.machine.torch_compat import base_of, graph_task, in_backward, uncompiled, version_of
+from megatron_fsdp.machine.torch_compat import (
+    base_of,
+    graph_task,
+    in_backward,
+    uncompiled,
+    version_of,
+)
 from megatron_fsdp.runtime import linear_grads
-from megatron_fsdp.runtime.preconditions import check_not_taken
-from megatron_fsdp.runtime.schedule import Call, Schedule
+from megatron_fsdp.runtime.schedule import Schedule, UnitCall
 from megatron_fsdp.runtime.unit import Unit
 
 
 class Guard(Protocol):
-    """Guard that looks for mistakes around forwards of the whole model."""
+    """Checks around forwards of the whole model."""
 
     is_active: bool
     """The next forward is to be checked."""
@@ -31,30 +36,32 @@ class Guard(Protocol):
         """Called when a forward begins, before it communicates; raises if the model is not what was sharded."""
 
     def explain(self, error: BaseException) -> None:
-        """Called with what a forward has raised, while units are as they were when it did."""
+        """Called with the exception of a forward, while units are as they were when it was raised."""
 
 
-def install_hooks(schedule: Schedule, guard: Guard) -> list[torch.utils.hooks.RemovableHandle]:
+def install_hooks(schedule: Schedule, guard: Guard) -> None:
     """Hooks every unit's module. Hooks hold the schedule weakly: user modules do not own it."""
-    handles = []
     for unit in schedule.units:
         hooks = _UnitHooks(weakref.ref(schedule), weakref.ref(unit), guard)
         module = unit.module()
-        handles.append(module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(hooks.post_forward, with_kwargs=True))
+        module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(hooks.post_forward, with_kwargs=True)
         if unit.is_root:
-            handles.append(module.register_forward_hook(hooks.after_forward, always_call=True))
+            module.register_forward_hook(hooks.after_forward, always_call=True)
     linear_grads.install(schedule)
-    return handles
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _UnitHooks:
     """The hooks of one unit."""
 
     schedule: weakref.ref[Schedule]
     unit: weakref.ref[Unit]
     guard: Guard
+    input_versions: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Version counters, by id, of the tensors that the forward in progress was given."""
+    is_called_by_hand: bool = False
+    """Passes have begun with the unit, so its module tells when its forward has raised, as the root's always does."""
 
     def __deepcopy__(self, memo: dict) -> _UnitHooks:
         raise NotImplementedError(
@@ -64,7 +71,7 @@ class _UnitHooks:
     @uncompiled
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         schedule, unit = self._alive()
-        check_not_taken(schedule, "a forward")
+        schedule.check_unblocked("a forward")
         if schedule.lost_weights:
             raise RuntimeError(
                 "step(install_optimized_model_weights=False) has overwritten what this forward would compute with: of "
@@ -75,34 +82,43 @@ class _UnitHooks:
             self.guard.check()
         if torch.is_grad_enabled():
             given = (*args, *kwargs.values())
-            unit.input_versions = {id(value): version_of(value) for value in given if isinstance(value, torch.Tensor)}
+            self.input_versions = {id(value): version_of(value) for value in given if isinstance(value, torch.Tensor)}
         if in_backward():
             schedule.recompute(unit)
-        else:
-            begins = schedule.enter(unit)
-            if begins and not unit.is_root and not unit.is_called_by_hand:
-                unit.is_called_by_hand = True
-                module.register_forward_hook(self.after_forward, always_call=True)
-        if schedule.watch.is_on:
-            schedule.watch.enter(unit)
+        elif schedule.enter(unit) and not (unit.is_root or self.is_called_by_hand):
+            self.is_called_by_hand = True
+            module.register_forward_hook(self.after_forward, always_call=True)
+        if schedule.timeline.is_on:
+            schedule.timeline.enter(unit)
 
     @uncompiled
-    def post_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    def post_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        """Gives a copy of the unit's weights where the output is a view of them: they go when it is resharded."""
         schedule, unit = self._alive()
-        if schedule.watch.is_on:
-            schedule.watch.leave()
-        call = schedule.returned(unit)
+        if schedule.timeline.is_on:
+            schedule.timeline.leave()
         tensors = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
-        awaits_backward = torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in tensors]
-        if awaits_backward:
+        if unit.gathers_weights and any(map(unit.owns, tensors)):
+            output = _without_views(unit, output)
+            tensors = list(tensors_in(output))
+            if any(map(unit.owns, tensors)):
+                raise RuntimeError(
+                    f"unit {unit.label} returns a view of its weights inside {type(output).__name__}; they are freed "
+                    "when its forward is over, so return a copy: .clone()."
+                )
+        own = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
+        call = schedule.exit(unit, awaits_backward=bool(own))
+        if own and call is not None:
             # The gradient of an input that is handed through, unchanged, arrives when another unit's does.
-            inputs = {id(value): value for value in (*args, *kwargs.values())}
-            own = [tensor for tensor in tensors if tensor.grad_fn is not None]
-            own = [each for each in own if id(each) not in inputs or not unit.left_alone(each)]
-            if own and call is not None:
+            given = {id(value) for value in (*args, *kwargs.values())}
+            own = [each for each in own if each.grad_fn is not None and not (id(each) in given and self._kept(each))]
+            if own:
                 _on_first_gradient(own, functools.partial(self.pre_backward, call))
-        if not in_backward():
-            schedule.exit(unit, awaits_backward=awaits_backward, lends=unit.lends(tensors))
+        return output
+
+    def _kept(self, given: torch.Tensor) -> bool:
+        """The forward has not changed the tensor that it was given in place."""
+        return self.input_versions.get(id(given)) in (None, version_of(given))
 
     @uncompiled
     def after_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -111,13 +127,13 @@ class _UnitHooks:
         error = sys.exc_info()[1]
         if schedule is None or unit is None or error is None or in_backward():
             return
-        if schedule.in_forward_of(unit):
+        if schedule.aborts_forward(unit):
             if unit.is_root:
                 self.guard.explain(error)
             schedule.abort_forward()
 
     @uncompiled
-    def pre_backward(self, call: Call, grad: torch.Tensor) -> None:
+    def pre_backward(self, call: UnitCall, grad: torch.Tensor) -> None:
         schedule, unit = self._alive()
         if schedule.generation != call.generation:
             raise RuntimeError(
@@ -129,15 +145,24 @@ class _UnitHooks:
                 f"unit {unit.label} is differentiated with create_graph=True, whose second backward would read weights "
                 "that have been released by then; use zero_dp_strategy 2 or less for gradient penalties."
             )
-        schedule.gradient_arrived(unit, call)
-        if schedule.watch.is_on:
-            schedule.watch.turn_back(unit)
+        schedule.gradient_arrived(call)
+        if schedule.timeline.is_on:
+            schedule.timeline.turn_back(unit)
 
     def _alive(self) -> tuple[Schedule, Unit]:
         schedule, unit = self.schedule(), self.unit()
         if schedule is None or unit is None:
             raise RuntimeError("the MegatronFSDP that sharded this module is gone; keep a reference to it.")
         return schedule, unit
+
+
+def _without_views(unit: Unit, value: Any) -> Any:
+    """`value` with copies of the views of the unit's weights in nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return value.clone() if unit.owns(value) else value
+    if type(value) in (tuple, list):
+        return type(value)(_without_views(unit, item) for item in value)
+    return {key: _without_views(unit, item) for key, item in value.items()} if type(value) is dict else value
 
 
 def _on_first_gradient(tensors: list[torch.Tensor], hook: Callable[[torch.Tensor], None]) -> None:
@@ -183,8 +208,6 @@ def _items(value: Any) -> Iterator[Any]:
         yield from value.values()
     elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
         yield from value
-    elif dataclasses.is_dataclass(value):
-        yield from (getattr(value, field.name) for field in dataclasses.fields(value))
     else:
         yield from getattr(value, "__dict__", {}).values()
         for cls in type(value).__mro__:

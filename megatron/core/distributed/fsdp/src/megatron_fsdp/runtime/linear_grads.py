@@ -14,6 +14,7 @@ from torch import nn
 from megatron_fsdp.machine import torch_compat
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Unit, contains
+from megatron_fsdp.state.param_group import ParamGroup
 
 LEAST_NUMEL = 2**25
 """Elements of a weight from which on it pays. An H200 copies a million bf16 gradients in 1.7 us beside other work. A
@@ -28,55 +29,49 @@ def install(schedule: Schedule) -> None:
     a unit around others, whose gradients would lie in a communication buffer all the while that theirs come and go.
     """
     for unit in schedule.units:
-        large = [
-            (param, _Lender(weakref.ref(schedule), weakref.ref(unit), number, slot))
-            for number, group in enumerate(unit.groups)
-            if group.main_grad is not None and group.main_grad.has_wgrad_out
-            for slot, param in enumerate(group.params)
-            if type(param) is nn.Parameter and param.dim() == 2 and param.numel() >= LEAST_NUMEL
-        ]
-        if not large or any(contains(unit, other) for other in schedule.units if other is not unit):
+        if any(contains(unit, other) for other in schedule.units if other is not unit):
             continue
-        for param, lender in large:
-            param.grad_dtype = None  # as it is computed, even if that is wider than the weight
-            param.__class__, param.lender = LinearWeight, lender
-            if unit.groups[lender.number].spec.comm_dtype is param.dtype:  # compiled gradients have the weight's dtype
-                _LENDERS[torch_compat.storage_id(param), param.storage_offset()] = lender
+        for group in unit.groups:
+            for slot, param in enumerate(group.params) if group.main_grad and group.main_grad.has_wgrad_out else ():
+                if type(param) is not nn.Parameter or param.dim() != 2 or param.numel() < LEAST_NUMEL:
+                    continue
+                param.grad_dtype = None  # as it is computed, even if that is wider than the weight
+                out = _WgradOut(weakref.ref(schedule), weakref.ref(unit), weakref.ref(group), slot)
+                param.__class__, param.wgrad_out = LinearWeight, out
+                if group.spec.comm_dtype is param.dtype:  # compiled gradients have the weight's dtype
+                    _WGRAD_OUTS[torch_compat.storage_id(param), param.storage_offset()] = out
 
 
 @dataclasses.dataclass(frozen=True)
-class _Lender:
-    """Knows where one weight's gradient is reduced from. Like hooks it keeps nothing alive."""
+class _WgradOut:
+    """The memory that one weight's gradient is reduced from. Like hooks it keeps nothing alive."""
 
     schedule: weakref.ref[Schedule]
     unit: weakref.ref[Unit]
-    number: int
-    """Of the unit's groups the one that the weight is in."""
+    group: weakref.ref[ParamGroup]
     slot: int
 
     @torch_compat.uncompiled
     def product(self, grad: torch.Tensor, input: torch.Tensor, *, is_compiled: bool = False) -> torch.Tensor:
-        """The weight's gradient, in its place or, if that is taken or somebody may keep it, in new memory."""
-        place, schedule, unit = None, self.schedule(), self.unit()
-        if schedule is not None and unit is not None:
-            group = unit.groups[self.number]
-            if torch_compat.only_accumulates(group.params[self.slot]):
-                place = schedule.lend_gradient(unit, group, self.slot)
-        if place is None:
+        """The weight's gradient, in that memory or, if it is taken or somebody may keep the gradient, in new memory."""
+        out, schedule, unit, group = None, self.schedule(), self.unit(), self.group()
+        if schedule is not None and group is not None and torch_compat.only_accumulates(group.params[self.slot]):
+            out = schedule.wgrad_out(unit, group, self.slot)
+        if out is None:
             return grad.t() @ input
         if is_compiled:
             group.main_grad.hold_until_found(self.slot)
-        return torch_compat.multiply_into(grad.t(), input, place)
+        return torch_compat.multiply_into(grad.t(), input, out)
 
 
-_LENDERS: weakref.WeakValueDictionary[tuple[int, int], _Lender] = weakref.WeakValueDictionary()
+_WGRAD_OUTS: weakref.WeakValueDictionary[tuple[int, int], _WgradOut] = weakref.WeakValueDictionary()
 """By storage and offset, which a weight keeps: compiled code and checkpoints hand on another object than the weight."""
 
 
 class LinearWeight(nn.Parameter):
     """A weight whose gradient `F.linear` writes in place, whoever calls it; all else is torch's own."""
 
-    lender: _Lender | None = None
+    wgrad_out: _WgradOut | None = None
 
     @classmethod
     def __torch_function__(
@@ -115,7 +110,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
-        ctx.lender = getattr(weight, "lender", None)
+        ctx.wgrad_out = getattr(weight, "wgrad_out", None)
         # Of a batch torch gives a view of rows, and views that leave such a function cannot be changed in place.
         return F.linear(input, weight, bias).data
 
@@ -127,22 +122,22 @@ class _Linear(torch.autograd.Function):
         with torch_compat.without_overrides():
             return (
                 rows.mm(weight).view(input.shape) if of_input else None,
-                _weight_grad(ctx.lender, rows, input.reshape(-1, input.shape[-1]), weight) if of_weight else None,
+                _weight_grad(ctx.wgrad_out, rows, input.reshape(-1, input.shape[-1]), weight) if of_weight else None,
                 rows.sum(0) if of_bias else None,
             )
 
 
-def _weight_grad(lender: _Lender | None, grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _weight_grad(out: _WgradOut | None, grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled():  # differentiated again
         return grad.t() @ input
-    if lender is None:  # the compiler traces
+    if out is None:  # the compiler traces
         return torch.ops.megatron_fsdp.weight_grad(grad, input, weight)
-    return lender.product(grad, input)
+    return out.product(grad, input)
 
 
 def _compiled_weight_grad(grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    lender = _LENDERS.get((torch_compat.storage_id(weight), weight.storage_offset()))
-    return grad.t() @ input if lender is None else lender.product(grad, input, is_compiled=True)
+    out = _WGRAD_OUTS.get((torch_compat.storage_id(weight), weight.storage_offset()))
+    return grad.t() @ input if out is None else out.product(grad, input, is_compiled=True)
 
 
 # For the compiler `linear` is what it is made of, and `weight_grad`, of which it knows nothing, a pure function.

@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.machine.device import Event
-from megatron_fsdp.machine.torch_compat import storage_id, version_of, without_overrides
+from megatron_fsdp.machine.torch_compat import storage_id
 from megatron_fsdp.state.param_group import ParamGroup
 from megatron_fsdp.state.tensor_parallel import local_part
 
@@ -56,16 +54,8 @@ class ManagedParam:
         return self.fqns[0]
 
 
-class _Holder(NamedTuple):
-    """A module, and by name both forms of the parameters that it holds for one unit."""
-
-    module: weakref.ref[nn.Module]
-    unsharded: dict[str, nn.Parameter]
-    sharded: dict[str, nn.Parameter]
-
-
 class Unit:
-    """Parameters that are gathered, released and reduced together, with the module whose calls say when."""
+    """Parameters that are gathered, resharded and reduced together, with the module whose calls say when."""
 
     def __init__(
         self,
@@ -88,22 +78,16 @@ class Unit:
         self._tensor_parallel = [param for param in self.trainable if isinstance(param, DTensor)]
         self.gather_event: Event | None = None
         self.refresh_event: Event | None = None
-        # Answers that every call asks for several times are worked out once: the host must run ahead of the device.
-        self._gathering = [group for group in groups if group.plan.gathers_weights]
-        self._refreshing = [group for group in groups if group.plan.refreshes_along_outer]
-        self.refreshes = bool(self._refreshing)
-        """An optimizer step leaves something to do over the outer axis."""
-        self.gathers_weights = bool(self._gathering)
-        """Some of its weights are there only while it computes."""
-        self.gathered_numel = sum(group.layout.size for group in self._gathering)
+        # Asked several times in every call, so worked out once: the host must run ahead of the device.
+        self.refreshing = [group for group in groups if group.plan.refreshes_along_outer]
+        """Groups of which an optimizer step leaves something to do over the outer axis."""
+        self.gathered_numel = sum(group.layout.size for group in groups if group.plan.gathers_weights)
         """Elements of the weights that are there only while it computes, padding included."""
+        self.gathers_weights = any(group.plan.gathers_weights for group in groups)
+        """Some of its weights are there only while it computes."""
         self.is_gathered = False
         """Some of those are there: a reshard would free them."""
         self._storages = {storage for group in groups for storage in group.gathered_storages}
-        self.is_called_by_hand = False
-        """Passes have begun with it, so its module tells when its forward has raised, as the root's always does."""
-        self.input_versions: dict[int, int] = {}
-        """Version counters of the tensors that the forward in progress was given."""
         self.shows_unsharded = True
         """Modules hold the full parameters."""
 
@@ -122,30 +106,13 @@ class Unit:
         """Some group would communicate to be readable."""
         return any(group.needs_gather for group in self.groups)
 
-    @property
-    def needs_refresh(self) -> bool:
-        """Something is left to do over the outer axis."""
-        return any(not group.is_fresh for group in self._refreshing)
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Every group is readable in full (its gather may still be running)."""
-        return all(group.is_unsharded for group in self.groups)
-
-    def left_alone(self, value: object) -> bool:
-        """`value`, an input of the unit's forward, has not been changed in place by it."""
-        return self.input_versions.get(id(value)) in (None, version_of(value))
-
-    def lends(self, outputs: Iterable[torch.Tensor]) -> bool:
-        """Some of `outputs` are views of gathered weights, which others will read after the unit's forward."""
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """`tensor` is a view of gathered weights, whose memory goes when the unit is resharded."""
         if not self._storages:
             return False
-        for output in outputs:
-            tensor = local_part(output)
-            is_plain = type(tensor) is torch.Tensor or type(tensor.data) is torch.Tensor  # or a parameter of one
-            if is_plain and tensor.layout is torch.strided and storage_id(tensor) in self._storages:
-                return True
-        return False
+        tensor = local_part(tensor)
+        is_plain = type(tensor) is torch.Tensor or type(tensor.data) is torch.Tensor  # or a parameter of one
+        return is_plain and tensor.layout is torch.strided and storage_id(tensor) in self._storages
 
     def show_unsharded(self) -> None:
         """Lets modules see the full parameters."""
@@ -165,13 +132,16 @@ class Unit:
                     holder._parameters.update(sharded)
 
     @functools.cached_property
-    def _holders(self) -> list[_Holder]:
-        """Every module that shows its parameters; asked for when they have both forms."""
-        holders: dict[int, _Holder] = {}
+    def _holders(self) -> list[tuple[weakref.ref[nn.Module], dict[str, nn.Parameter], dict[str, nn.Parameter]]]:
+        """Every module that holds parameters of the unit, with the unsharded and the sharded ones by name.
+
+        Computed once parameters have both forms.
+        """
+        holders = {}
         for param in self.params:
             for place in param.places:
-                holder = holders.setdefault(id(place.module()), _Holder(place.module, {}, {}))
-                holder.unsharded[place.name], holder.sharded[place.name] = param.unsharded, param.sharded
+                _, unsharded, sharded = holders.setdefault(id(place.module()), (place.module, {}, {}))
+                unsharded[place.name], sharded[place.name] = param.unsharded, param.sharded
         return list(holders.values())
 
     def align_grads(self) -> None:
@@ -180,12 +150,9 @@ class Unit:
         Autograd leaves the gradient of a replicated norm, say, as a sum still to be taken. Ranks come here alike: they
         have one batch and run one program. They walk parameters, not groups, in one order.
         """
-        if not self._tensor_parallel:
-            return
-        with torch.no_grad():
-            for param in self._tensor_parallel:
-                if param.grad is not None and param.grad.placements != param.placements:
-                    param.grad = param.grad.redistribute(placements=param.placements)
+        for param in self._tensor_parallel:
+            if param.grad is not None and param.grad.placements != param.placements:
+                param.grad = param.grad.redistribute(placements=param.placements)
 
     def has_all_grads(self) -> bool:
         """Autograd has brought a gradient for every parameter in the backward that runs."""
@@ -197,11 +164,6 @@ class Unit:
     def has_staged_grads(self) -> bool:
         """Gradients of this backward are being written to where they are reduced from."""
         return any(group.main_grad is not None and group.main_grad.is_staged for group in self.groups)
-
-    def grad_versions(self) -> list[tuple[int, int | None]]:
-        """Identity and version of each gradient, which change when more is added to it."""
-        with without_overrides():
-            return [(id(param.grad), version_of(param.grad)) for param in self.trainable]
 
 
 def contains(unit: Unit, other: Unit) -> bool:

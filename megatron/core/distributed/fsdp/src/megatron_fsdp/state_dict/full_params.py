@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from megatron_fsdp.plan.strategy import REPLICATED
-from megatron_fsdp.runtime.preconditions import check_idle
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import ManagedParam
 from megatron_fsdp.state.flat_buffer import FlatBuffer
@@ -32,10 +31,10 @@ class _Shown(NamedTuple):
 @contextlib.contextmanager
 def full_params(schedule: Schedule, *, writeback: bool) -> Iterator[None]:
     """See `MegatronFSDP.full_params`. **Collective**."""
-    check_idle(schedule, "full_params()")
-    schedule.settle()
+    schedule.check_idle("full_params()")
+    schedule.reshard_all()
     shown: list[_Shown] = []
-    schedule.taken_by = "full_params()"
+    schedule.blocked_by = "full_params()"
     try:
         for unit in schedule.units:
             by_unsharded = {id(param.unsharded): param for param in unit.params}
@@ -48,7 +47,7 @@ def full_params(schedule: Schedule, *, writeback: bool) -> Iterator[None]:
         for param in (param for unit in schedule.units for param in unit.params):
             for place in param.places:
                 place.hold(param.sharded)
-        schedule.taken_by = None
+        schedule.blocked_by = None
     if writeback:
         schedule.install()
 

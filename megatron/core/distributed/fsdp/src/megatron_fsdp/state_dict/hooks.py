@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
-from megatron_fsdp.runtime.preconditions import check_not_taken
 from megatron_fsdp.runtime.schedule import Schedule
 
 
@@ -83,8 +82,8 @@ class StateDictHooks:
             raise ValueError(
                 "load_state_dict(assign=True) would detach sharded parameters from their buffers; use assign=False."
             )
-        check_not_taken(self._schedule(), "load_state_dict()")
-        self._schedule().rest()
+        self._schedule().check_unblocked("load_state_dict()")
+        self._schedule().reshard_all()
         for fqn, spec in self._specs.items():
             value = state_dict.get(prefix + fqn)
             if isinstance(value, torch.Tensor) and value.shape == spec.shape:
