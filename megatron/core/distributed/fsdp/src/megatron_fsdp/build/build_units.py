@@ -57,7 +57,7 @@ def build_units(request: BuildRequest, plans: list[UnitPlan]) -> list[Unit]:
         for group in groups:
             dp_group = request.index.get_dp_group(group.spec.is_expert)
             group.load_initial(functools.partial(_first_rank_values, dp_group, request.device))
-        units.append(Unit(position, plan.fqn, plan.module, groups, plan.params, is_root=plan.is_root))
+        units.append(Unit(position, plan.fqn, plan.module, groups, plan.params))
     if request.config.init_model_with_meta_device:
         materialize_buffers(request.module, request.device)
     _broadcast_buffers(request)

@@ -11,10 +11,10 @@ Units are numbers, in the order of registration; the root is unit 0.
 
 from __future__ import annotations
 
-import bisect
 import collections
 import dataclasses
 import functools
+import graphlib
 import heapq
 from collections.abc import Collection, Iterable, Sequence
 from difflib import SequenceMatcher
@@ -102,24 +102,18 @@ class Program:
     """All ranks recorded the same trace."""
 
     @functools.cached_property
-    def _markers(self) -> dict[Token, list[int]]:
-        """Program counters of each event's markers."""
+    def markers(self) -> dict[Token, list[int]]:
+        """Program counters of each event's markers, ascending."""
         markers = collections.defaultdict(list)
         for pc, op in enumerate(self.ops):
             if op.kind == AT:
                 markers[op.event, op.unit].append(pc)
         return markers
 
-    def find(self, token: Token, pc: int) -> int | None:
-        """Program counter of the first marker of this event at or behind `pc`; None: there is none."""
-        places = self._markers.get(token, ())
-        index = bisect.bisect_left(places, pc)
-        return places[index] if index < len(places) else None
-
     @functools.cached_property
     def begin(self) -> int:
         """Program counter of the first marker."""
-        return min((places[0] for places in self._markers.values()), default=len(self.ops))
+        return min((places[0] for places in self.markers.values()), default=len(self.ops))
 
     @functools.cached_property
     def gathered_first(self) -> frozenset[int]:
@@ -151,30 +145,29 @@ def union(traces: Iterable[Trace]) -> Trace:
 
 def _sorted(traces: Sequence[Trace]) -> Trace | None:
     """Every event as often as the trace that has it most often; None: traces have them in orders that contradict."""
-    after: dict[tuple[Token, int], set[tuple[Token, int]]] = {}
+    sorter: graphlib.TopologicalSorter[tuple[Token, int]] = graphlib.TopologicalSorter()
     for trace in traces:
         count: collections.Counter[Token] = collections.Counter()
-        last = None
+        before: tuple[tuple[Token, int], ...] = ()
         for token in trace:
             event = (token, count[token])
             count[token] += 1
-            after.setdefault(event, set())
-            if last is not None:
-                after[last].add(event)
-            last = event
-    waits = collections.Counter(event for events in after.values() for event in events)
+            sorter.add(event, *before)
+            before = (event,)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError:
+        return None
     sign = -1 if any(is_of_backward(trace) for trace in traces) else 1
-    ready = [(sign * event[0][1], event) for event in after if not waits[event]]
-    heapq.heapify(ready)
+    ready: list[tuple[int, tuple[Token, int]]] = []
     result: list[Token] = []
-    while ready:
+    while sorter.is_active():
+        for event in sorter.get_ready():
+            heapq.heappush(ready, (sign * event[0][1], event))
         _, event = heapq.heappop(ready)
         result.append(event[0])
-        for follower in after[event]:
-            waits[follower] -= 1
-            if not waits[follower]:
-                heapq.heappush(ready, (sign * follower[0][1], follower))
-    return tuple(result) if len(result) == len(after) else None
+        sorter.done(event)
+    return tuple(result)
 
 
 def _merged(one: Trace, other: Trace) -> Trace:

@@ -53,7 +53,8 @@ class Gatherer:
         stale = [group for group in unit.refreshing if not group.is_fresh]
         if not stale:
             return
-        self._see_install()
+        if self._installed is not None:
+            self._see_install()
         with self._device.use(self._outer_stream):
             with self._timeline.communicates(Kind.OUTER, unit):
                 for group in stale:
@@ -70,8 +71,10 @@ class Gatherer:
         if again:
             self.wait_for(unit)
             self._stream.wait_stream(self._device.current_stream())
-        self.refresh(unit)
-        self._see_install()
+        if unit.refreshing:
+            self.refresh(unit)
+        if self._installed is not None:
+            self._see_install()
         with self._device.use(self._stream):
             if unit.refresh_event is not None:
                 unit.refresh_event.wait()
@@ -109,8 +112,6 @@ class Gatherer:
         unit.refresh_event = unit.gather_event = None
 
     def _see_install(self) -> None:
-        if self._installed is None:
-            return
         for stream in self.streams:
             with self._device.use(stream):
                 self._installed.wait()

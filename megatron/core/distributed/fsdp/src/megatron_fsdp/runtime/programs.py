@@ -114,11 +114,6 @@ class Programs:
         """The program that passes of this kind run; None: none has been recorded."""
         return self._rewritten.get(key)
 
-    def calls(self, key: Key, unit: int) -> int:
-        """Number of times that a forward of this kind enters a unit; 1 if that is unknown."""
-        program = self.recorded.get(key)
-        return max(1, program.trace.count((ENTER, unit)) if program is not None else 0)
-
     def forget(self) -> None:
         """Drops everything that has been recorded."""
         self.recorded.clear()

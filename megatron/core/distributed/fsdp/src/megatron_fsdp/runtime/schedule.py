@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import contextlib
 import dataclasses
@@ -450,9 +451,10 @@ class Schedule:
         token = (event, number)
         running.trace.append(token)
         if running.program is not None:
-            marker = running.program.find(token, running.pc)
-            if marker is not None:
-                self._run(running, marker + 1)
+            markers = running.program.markers.get(token, ())
+            following = bisect.bisect_left(markers, running.pc)
+            if following < len(markers):
+                self._run(running, markers[following] + 1)
                 return
             self._leave_program(running)
         if event in plan.BEGINS:
@@ -579,10 +581,12 @@ class Schedule:
 
     def _claims(self, running: Pass) -> list[bool]:
         """By unit, True if this rank is sure that no more of its gradients will come in this backward."""
-        claims, forward = [False] * len(self.units), running.key._replace(is_backward=False)
+        claims = [False] * len(self.units)
+        forward = self.programs.recorded.get(running.key._replace(is_backward=False))
+        entered = forward.trace if forward is not None else ()
         for number, count in running.finished.items():
             unit = self.units[number]
-            is_over = count >= self.programs.calls(forward, number) and not self._is_used(number)
+            is_over = count >= entered.count((plan.ENTER, number)) and not self._is_used(number)
             claims[number] = is_over and bool(unit.trainable) and unit.has_all_grads()
         return claims
 

@@ -57,23 +57,14 @@ class ManagedParam:
 class Unit:
     """Parameters that are gathered, resharded and reduced together, with the module whose calls say when."""
 
-    def __init__(
-        self,
-        number: int,
-        fqn: str,
-        module: nn.Module,
-        groups: list[ParamGroup],
-        params: list[ManagedParam],
-        *,
-        is_root: bool,
-    ):
+    def __init__(self, number: int, fqn: str, module: nn.Module, groups: list[ParamGroup], params: list[ManagedParam]):
         self.number = number
         """In the order of registration; the root's is 0."""
+        self.is_root = number == 0
         self.fqn = fqn
         self.module = weakref.ref(module)
         self.groups = groups
         self.params = params
-        self.is_root = is_root
         self.trainable = [param.unsharded for param in params if param.unsharded.requires_grad]
         self._tensor_parallel = [param for param in self.trainable if isinstance(param, DTensor)]
         self.gather_event: Event | None = None
