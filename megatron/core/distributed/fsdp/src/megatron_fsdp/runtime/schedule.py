@@ -456,6 +456,8 @@ class Schedule:
             if following < len(markers):
                 self._run(running, markers[following] + 1)
                 return
+            if self._is_ready(running, number):
+                return
             self._leave_program(running)
         if event in plan.BEGINS:
             self._lockstep(running, number)
@@ -489,6 +491,21 @@ class Schedule:
             self._lockstep(running, None)
         else:
             self._run(running, len(running.program.ops))
+
+    def _is_ready(self, running: Pass, number: int) -> bool:
+        """A backward needs no operation for an event of the unit: it is gathered here, and its reduction is to come.
+
+        If ranks differ, units that a rank leaves out at a checkpoint's end move the begin of recomputation, so that an
+        event may come where no rank had it. Ranks that are alike record it.
+        """
+        unit = self.units[number]
+        if running.program.is_spmd or not running.key.is_backward or unit.is_gathered != unit.gathers_weights:
+            return False
+        ahead = running.program.ops[running.pc :]
+        is_ready = not unit.trainable or plan.Op(plan.REDUCE, number) in ahead
+        if is_ready:
+            self._gatherer.wait_for(unit)  # it may have been prefetched
+        return is_ready
 
     def _leave_program(self, running: Pass) -> None:
         """An event that the program does not have: the rest of the pass runs in lockstep, if ranks were alike.
