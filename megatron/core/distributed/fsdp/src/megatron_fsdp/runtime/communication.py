@@ -137,7 +137,7 @@ class Reducer:
         self.in_flight: dict[Unit, list[tuple[FlatBuffer, Event]]] = {}
         """Staged gradients, allocated on the compute stream, until it has waited for their reduction; oldest first."""
         self._crossing: collections.deque[tuple[torch.Tensor, Event]] = collections.deque()
-        """What was allocated on the inner axis' stream, until that has waited for the outer axis' to have read it."""
+        """Memory of the inner axis' stream, kept until that has waited for the outer axis' to have read it."""
         self._staging: Unit | None = None
         """The unit whose gradients were last computed in their staging memory."""
         self.before_collect: Callable[[ParamGroup], None] | None = None

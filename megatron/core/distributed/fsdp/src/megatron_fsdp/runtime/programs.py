@@ -81,7 +81,7 @@ class Consensus:
 
 
 class Programs:
-    """What has been recorded, by key; the same on all ranks."""
+    """Programs of all kinds of passes, by key; the same on all ranks."""
 
     def __init__(self, units: Sequence[Unit], config: EngineConfig, consensus: Consensus):
         self.facts = [_facts_of(unit, units) for unit in units]
@@ -95,7 +95,7 @@ class Programs:
         depth, ahead_numel = (UNITS_AHEAD, numel) if config.overlap_param_gather else (0, None)
         self._ahead = plan.Ahead(depth, ahead_numel, BUFFERS - 1 if has_slots else None)
         self.in_flight = plan.InFlight(REDUCTIONS_IN_FLIGHT, numel, has_slots)
-        """How many reductions may be on their way."""
+        """Number of reductions that may be on their way."""
         self.recorded: dict[Key, Program] = {}
         """Programs that do everything in place."""
         self._rewritten: dict[Key, Program] = {}

@@ -35,7 +35,7 @@ class UnitCall:
 
     unit: int
     began: int
-    """When it began, in events counted by the schedule."""
+    """Event counter of the schedule at its beginning."""
     parent: UnitCall | None
     """The call that it is inside of."""
     key: Key | None
@@ -45,7 +45,7 @@ class UnitCall:
     generation: int
     """Installs before it."""
     returned: int = 0
-    """When it returned."""
+    """Event counter of the schedule at its return."""
     backward: int = 0
     """Number of the last backward pass that has come to it."""
 
