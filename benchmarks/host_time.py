@@ -46,7 +46,6 @@ PARTS = {
     "event waits": (Gatherer, ("wait_for",)),
     "reductions": (Reducer, ("reduce", "finalize", "drain", "drain_all")),
     "view swaps": (Unit, ("show_unsharded", "show_sharded")),
-    "checks": (Unit, ("owns",)),
 }
 """Parts that --parts counts: name -> (class, methods)."""
 
