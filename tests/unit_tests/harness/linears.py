@@ -53,9 +53,9 @@ def counted_copies() -> Iterator[list[int]]:
             main_grad.foreach_copy_ = copy_all
 
     def leaving(self: Any) -> None:
-        before = self._staged
+        before = self.staged
         leave(self)
-        copied[0] += 0 if self._staged is before else self._staged.data.numel()
+        copied[0] += 0 if self.staged is before else self.staged.data.numel()
 
     group._write, group._leave_held_memory = counting, leaving
     try:

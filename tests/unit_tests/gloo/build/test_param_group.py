@@ -11,7 +11,7 @@ from megatron_fsdp.machine.allocator import StoragePool
 from megatron_fsdp.machine.collectives import Axis, GradScale
 from megatron_fsdp.plan.layout import plan_layout
 from megatron_fsdp.plan.strategy import REPLICATED, RESTING, plan_for
-from megatron_fsdp.state.codec import PlainCodec
+from megatron_fsdp.state.codec import WeightCodec
 from megatron_fsdp.state.group_spec import GroupSpec
 from megatron_fsdp.state.main_grad import GradState
 from megatron_fsdp.state.param_group import ParamGroup
@@ -48,7 +48,7 @@ def make_group(inner, outer, dtypes=Dtypes(), *, requires_grad=True, pool=None):
         layout=plan_layout(SHAPES, both[0].size * both[1].size),
         plan=plan_for(inner, outer, inner_size=both[1].size, outer_size=both[0].size),
         axes=both,
-        codec=PlainCodec(),
+        codec=WeightCodec(),
         main_dtype=dtypes.main,
         grad_dtype=dtypes.grad,
         comm_dtype=dtypes.comm,

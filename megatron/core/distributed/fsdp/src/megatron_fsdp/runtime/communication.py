@@ -185,7 +185,7 @@ class Reducer:
         """
         if unit is not self._staging and self._staging is not None and self._staging.has_staged_grads:
             return None
-        if not group.main_grad.is_staged:
+        if group.main_grad.staged is None:
             self._make_room(group)
         self._staging = unit
         return group.main_grad.wgrad_out(slot)

@@ -154,7 +154,7 @@ class Unit:
     @property
     def has_staged_grads(self) -> bool:
         """Gradients of this backward are being written to where they are reduced from."""
-        return any(group.main_grad is not None and group.main_grad.is_staged for group in self.groups)
+        return any(group.main_grad is not None and group.main_grad.staged is not None for group in self.groups)
 
 
 def contains(unit: Unit, other: Unit) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,70 +27,53 @@ class Shard:
     """Rows from row 0 on that lie on one rank together: as `WeightCodec.atom_rows` asks, or 1 if that cost too much."""
 
 
-class WeightCodec(Protocol):
-    """Storage format of a group's compute weights. Stateless; one object serves every group."""
+class WeightCodec:
+    """Storage format of a group's compute weights. Stateless; one object serves every group.
 
-    is_cast: bool
+    This one stores weights in the parameter's own dtype, and of a DTensor its local tensor: encoding is a cast. Other
+    formats override it.
+    """
+
+    is_cast = True
     """Encoding is a cast to the storage dtype, element by element, so a gather may do it on its way."""
 
     def handles(self, param: torch.nn.Parameter) -> bool:
         """True if this codec stores `param`."""
+        return type(local_part(param.data)) is torch.Tensor
 
     def storage_dtype(self, param: torch.nn.Parameter) -> torch.dtype:
         """Dtype in which the weight is stored and gathered, one element per parameter element."""
+        return param.dtype
 
     def atom_rows(self, param: torch.nn.Parameter) -> int:
         """Rows that should stay on one rank for this format. Where that would be mostly padding they are cut, and
         `Shard.atom_rows` tells `encode` so: ranks then agree on the values that a block of rows has in common."""
-
-    def initial_main(self, param: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        """The full main weight to start from, shaped as the parameter (a DTensor: as its local tensor)."""
-
-    def bind(self, param: torch.nn.Parameter, view: torch.Tensor) -> None:
-        """Makes `view`, of full shape, the parameter's storage from now on."""
-
-    def encode(self, shards: Sequence[Shard], groups: Sequence[dist.ProcessGroup]) -> None:
-        """Refreshes the compute weights from the main weights. **Collective** over `groups` if the format needs
-        statistics of whole parameters: every rank calls it with the same parameters in the same order, and the maximum
-        over a parameter is the maximum over `groups`, one after the other."""
-
-
-class PlainCodec:
-    """Weights stored in the parameter's own dtype: encoding is a cast. Of a DTensor, its local tensor is stored."""
-
-    is_cast = True
-
-    def handles(self, param: torch.nn.Parameter) -> bool:
-        """True if the parameter, or the local tensor of a DTensor, is a plain tensor."""
-        return type(local_part(param.data)) is torch.Tensor
-
-    def storage_dtype(self, param: torch.nn.Parameter) -> torch.dtype:
-        """The parameter's dtype."""
-        return param.dtype
-
-    def atom_rows(self, param: torch.nn.Parameter) -> int:
-        """Any row boundary will do."""
         return 1
 
     def initial_main(self, param: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        """The parameter's values; cast when they are copied into the main weight."""
+        """The full main weight to start from, shaped as the parameter (a DTensor: as its local tensor).
+
+        It may have another dtype than the main weight's, `dtype`, to which it is cast.
+        """
         return local_part(param.data)
 
     def bind(self, param: torch.nn.Parameter, view: torch.Tensor) -> None:
-        """Points the parameter at the view."""
+        """Makes `view`, of full shape, the parameter's storage from now on."""
         # Through `.data`: a Parameter made of the view would share its version counter with the buffer, and autograd
         # would take the re-gather before backward for an in-place change of a saved tensor.
         local_part(param).data = view
 
     def encode(self, shards: Sequence[Shard], groups: Sequence[dist.ProcessGroup]) -> None:
-        """Casts; nothing to do where the main weight is the compute weight."""
+        """Refreshes the compute weights from the main weights. **Collective** over `groups` if the format needs
+        statistics of whole parameters: every rank calls it with the same parameters in the same order, and the maximum
+        over a parameter is the maximum over `groups`, one after the other."""
         pairs = [(shard.stored, shard.main) for shard in shards if shard.main.numel()]
-        pairs = [(stored, main) for stored, main in pairs if stored.data_ptr() != main.data_ptr()]
+        pairs = [(stored, main) for stored, main in pairs if stored.data_ptr() != main.data_ptr()]  # not one memory
         if pairs:
             foreach_copy_([stored for stored, _ in pairs], [main for _, main in pairs])
 
 
-_CODECS: list[WeightCodec] = [PlainCodec()]
+_CODECS = [WeightCodec()]
 
 
 def register_codec(codec: WeightCodec) -> None:

@@ -61,7 +61,8 @@ class MainGrad:
         self.staged_numel = spec.layout.size if spec.plan.reduces_each_microbatch else 0
         """Elements of the staged gradients that every backward reduces."""
         self.staged_nbytes = self.staged_numel * spec.comm_dtype.itemsize
-        self._staged: FlatBuffer | None = None
+        self.staged: FlatBuffer | None = None
+        """Unreduced gradients of this backward, whole, once somebody has written some."""
         self._wgrads: dict[int, Callable[[], object]] = {}
         """By slot of weight gradients that kernels write into the staged ones: gives their holder, None if released."""
         self.buffer = spec.new_buffer(spec.plan.main_grad, spec.grad_dtype)
@@ -103,14 +104,9 @@ class MainGrad:
         return self._plan.reduces_each_microbatch and is_possible
 
     @property
-    def is_staged(self) -> bool:
-        """Staged gradients of this backward have memory."""
-        return self._staged is not None
-
-    @property
     def has_room(self) -> bool:
         """The storage for the gradients of one backward is free, or theirs already."""
-        return self.is_staged or self._pool.has_room(self.staging_key)
+        return self.staged is not None or self._pool.has_room(self.staging_key)
 
     def wgrad_out(self, slot: int) -> torch.Tensor | None:
         """Memory to compute parameter `slot`'s gradient of this backward in, full shape; None from the second call on.
@@ -137,14 +133,14 @@ class MainGrad:
 
     def _stage(self) -> FlatBuffer:
         """This backward's unreduced gradients, whole, in the dtype in which they are reduced or else accumulate."""
-        if self._staged is None:
+        if self.staged is None:
             dtype = self._spec.comm_dtype if self._plan.reduces_each_microbatch else self._spec.grad_dtype
             data = self._pool.scratch(self.staging_key, self._spec.layout.size, dtype, self._spec.device)
-            self._staged = FlatBuffer(self._spec.layout, self._spec.axes, PARTIAL, data)
-        return self._staged
+            self.staged = FlatBuffer(self._spec.layout, self._spec.axes, PARTIAL, data)
+        return self.staged
 
     def _unstage(self) -> FlatBuffer | None:
-        staged, self._staged = self._staged, None
+        staged, self.staged = self.staged, None
         self._wgrads.clear()
         return staged
 
@@ -163,8 +159,8 @@ class MainGrad:
             self._write(self._stage(), accumulate=False)
             return self._unstage()
         self._restart_if_final()
-        if self._staged is not None:  # fused kernels overwrite, so their gradients came through a buffer of their own
-            self._write(self._staged, accumulate=False)
+        if self.staged is not None:  # fused kernels overwrite, so their gradients came through a buffer of their own
+            self._write(self.staged, accumulate=False)
             self._add(self._unstage())
         else:
             self._write(self.buffer, accumulate=self.state is not GradState.EMPTY)
