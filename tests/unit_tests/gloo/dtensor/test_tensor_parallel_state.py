@@ -197,7 +197,7 @@ def save_a_copy(folder: str) -> None:
 
 def test_a_copy_of_a_shard_in_pieces_is_not_saved(ranks2, tmp_path):
     """It would have to find its pieces in memory that it does not know."""
-    ranks2.run_expecting(CheckpointException, "this is a copy, which has lost its place", save_a_copy, str(tmp_path))
+    ranks2.run_expecting(CheckpointException, "this shard was copied away from its model", save_a_copy, str(tmp_path))
 
 
 def shard_linear(what: str) -> None:

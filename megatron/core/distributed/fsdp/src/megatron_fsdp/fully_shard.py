@@ -20,9 +20,9 @@ from megatron_fsdp.config import (
 from megatron_fsdp.machine.device import default_device_type, join_device
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.optim.kinds import check_before_sharding, params_of
+from megatron_fsdp.optim.kinds import check_fits, params_of
+from megatron_fsdp.optim.local_step import shard_state
 from megatron_fsdp.optim.optimizer import fully_shard_optimizer
-from megatron_fsdp.optim.state import shard_state
 
 __all__ = ["ShardingStrategy", "fully_shard", "fully_shard_model", "fully_shard_optimizer"]
 
@@ -244,7 +244,7 @@ def fully_shard(
     _check_optimizer(optimizer, module)
     is_alone = dist.is_initialized() and dist.get_world_size() == 1
     if shards_anything(zero_dp_strategy, "zero_dp_strategy") and not is_alone:
-        check_before_sharding(optimizer)
+        check_fits(optimizer)
     before = dict(module.named_parameters())
     model = fully_shard_model(
         module,

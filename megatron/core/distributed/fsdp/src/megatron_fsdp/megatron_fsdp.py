@@ -43,9 +43,8 @@ from megatron_fsdp.plan.strategy import Placement
 from megatron_fsdp.runtime.hooks import install_hooks
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Unit
-from megatron_fsdp.state_dict.full_params import full_params
-from megatron_fsdp.state_dict.full_state_dict import check_is_whole, full_state_dict, whole_shards
-from megatron_fsdp.state_dict.hooks import StateDictHooks, names_inner_module
+from megatron_fsdp.state_dict.full import check_is_whole, full_params, full_state_dict
+from megatron_fsdp.state_dict.hooks import StateDictHooks, names_inner_module, with_extra_state
 
 logger = logging.getLogger(__name__)
 
@@ -391,8 +390,9 @@ class MegatronFSDP(nn.Module):
         """
         self._schedule.check_idle("full_state_dict()")
         check_is_whole(self.dist_index)
-        shards, prefix = whole_shards(self.module, self.state_dict_hooks), self._wrapper_prefix()
-        return full_state_dict(shards, self._schedule, self.dist_index, wrapper_prefix=prefix, dtype=dtype)
+        shards, specs = with_extra_state(self.module, self.state_dict_hooks), self.state_dict_hooks.specs
+        prefix = self._wrapper_prefix()
+        return full_state_dict(shards, specs, self.dist_index, wrapper_prefix=prefix, dtype=dtype)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads whole tensors or shards, under the names of `state_dict()` or of the unsharded model, as torch does.

@@ -1,26 +1,36 @@
 """Public helpers for DTensors whose ranks hold any number of rows: chunk metadata, full tensors, splits.
 
-`dtensor/chunk_metadata.py` tells why torch alone is not enough, and what the metadata is for. The engine knows its
-layout and calls `attach_chunk_metadata`; the functions here that communicate are for DTensors of unknown origin.
+`dtensor/chunk_metadata.py` says why torch alone is not enough, and what the metadata is for. The engine knows its
+layout and attaches it without communication; functions here that communicate are for DTensors of unknown origin.
 """
 
+import hashlib
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron_fsdp.dtensor.chunk_metadata import attach_chunk_metadata, attached_chunk, cuts_of, cutting_axes
-from megatron_fsdp.dtensor.uneven_gather import check_cover, compute_chunks, gather_rows, sum_into_place
-from megatron_fsdp.machine.torch_compat import local_tensor
+from megatron_fsdp.dtensor.chunk_metadata import (
+    attach_chunk_metadata,
+    attached_chunk,
+    chunk_at,
+    cuts_of,
+    cutting_axes,
+    gather_chunks,
+    narrow,
+    part_of,
+)
+from megatron_fsdp.machine.torch_compat import all_gather_single, local_tensor
 
 __all__ = [
     "attach_chunk_metadata",
     "filter_unflattened_state_dict",
     "gather_and_compute_chunk_metadata",
-    "gather_rows",
     "gather_uneven_dtensor_to_full_tensor",
     "get_unflattened_state_dict",
     "preprocess_state_dict_for_uneven_dtensor",
@@ -37,7 +47,7 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
 
     Raises ValueError for placements other than Shard and Replicate, and if the shapes do not add up to the global one.
     """
-    return compute_chunks([_checked(dtensor)], ["dtensor"])[0]
+    return _compute_chunks({"dtensor": _checked(dtensor)})["dtensor"]
 
 
 def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
@@ -49,14 +59,13 @@ def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
 def validate_uneven_dtensor(dtensor: DTensor) -> None:
     """Raises AssertionError unless the ranks' chunks tile the global tensor. **Collective** over its sharding axes.
 
-    Uses the attached chunk, or torch's assumption where nothing is attached. Does nothing on a fake backend.
+    Uses the attached chunk, or torch's assumption where nothing is attached.
     """
-    _checked(dtensor)
-    chunk = attached_chunk(dtensor) or dtensor.__create_chunk_list__()[0]
+    chunk = attached_chunk(_checked(dtensor)) or dtensor.__create_chunk_list__()[0]
     if tuple(chunk.sizes) != tuple(local_tensor(dtensor).shape):
         # A chunk that reaches outside makes the check below fail on all ranks together.
-        chunk = ChunkStorageMetadata(torch.Size([0] * dtensor.ndim), torch.Size([size + 1 for size in dtensor.shape]))
-    check_cover(dtensor, chunk, AssertionError)
+        chunk = chunk_at([0] * dtensor.ndim, [size + 1 for size in dtensor.shape])
+    _check_cover(dtensor, chunk, AssertionError)
 
 
 def filter_unflattened_state_dict(
@@ -103,12 +112,11 @@ def preprocess_state_dict_for_uneven_dtensor(state_dict: dict) -> dict:
     paths = filter_unflattened_state_dict(state_dict, visit_condition=lambda value: isinstance(value, DTensor))
     # Insertion order may differ between ranks, collectives may not.
     paths.sort(key=lambda path: tuple(map(str, path)))
-    entries = [(str(path), get_unflattened_state_dict(state_dict, path)) for path in paths]
+    dtensors = {str(path): get_unflattened_state_dict(state_dict, path) for path in paths}
     # A rank outside a tensor's mesh has no part in it, neither here nor in DCP.
-    entries = [(name, dtensor) for name, dtensor in entries if dtensor.device_mesh.get_coordinate() is not None]
-    dtensors = [dtensor for _, dtensor in entries]
-    for dtensor, chunk in zip(dtensors, compute_chunks(dtensors, [name for name, _ in entries]), strict=True):
-        attach_chunk_metadata(dtensor, chunk.offsets, chunk.sizes)
+    dtensors = {name: value for name, value in dtensors.items() if value.device_mesh.get_coordinate() is not None}
+    for name, chunk in _compute_chunks(dtensors).items():
+        attach_chunk_metadata(dtensors[name], chunk.offsets, chunk.sizes)
     return state_dict
 
 
@@ -122,10 +130,10 @@ def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
     local = local_tensor(_checked(dtensor))
     mesh, axes = dtensor.device_mesh, cutting_axes(dtensor)
     chunk = attached_chunk(dtensor) or gather_and_compute_chunk_metadata(dtensor)
-    check_cover(dtensor, chunk, ValueError)
-    groups = [mesh.get_group(axis) for axis in axes]
+    _check_cover(dtensor, chunk, ValueError)
     # Shards may have been moved to the host while the mesh's backend only serves its devices.
-    return sum_into_place(local.to(mesh.device_type), chunk, dtensor.shape, groups).to(local.device)
+    part, groups = local.to(mesh.device_type), map(mesh.get_group, axes)
+    return gather_chunks([chunk], [part], dtensor.shape, groups).to(local.device)
 
 
 def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
@@ -157,54 +165,102 @@ def split_dtensor(
 
     No elements move, so pieces are uneven and often empty. Their chunks are attached whenever this rank's own is known:
     it is attached to `dtensor`, or is asked for (**collective** then) because `dim` is sharded or the last argument
-    says so.
+    says so. Raises what `torch.split` does.
     """
     local = local_tensor(_checked(dtensor))
-    dim = _checked_dim(dim, dtensor.ndim)
-    chunk = attached_chunk(dtensor)
-    is_cut = any(cut.dim == dim for cut in cuts_of(dtensor))
-    if chunk is None and (is_cut or update_uneven_dtensor_chunk_meta):
+    wholes = torch.empty(dtensor.shape, device="meta").split(split_size_or_sections, dim)
+    dim, chunk = dim % dtensor.ndim, attached_chunk(dtensor)
+    if chunk is None and (dim in cuts_of(dtensor) or update_uneven_dtensor_chunk_meta):
         chunk = gather_and_compute_chunk_metadata(dtensor)
-    first = chunk.offsets[dim] if chunk is not None else 0
-    last = first + local.shape[dim]
     pieces, start = [], 0
-    for size in _sections(split_size_or_sections, dtensor.shape[dim]):
-        # This rank's part of the piece; empty, but within the piece, if the two do not meet.
-        low, high = (min(max(at, start), start + size) for at in (first, last))
-        part = local.narrow(dim, min(max(start - first, 0), local.shape[dim]), high - low)
-        shape = torch.Size([*dtensor.shape[:dim], size, *dtensor.shape[dim + 1 :]])
-        stride = torch.empty(shape, device="meta").stride()
-        piece = DTensor.from_local(
-            part, dtensor.device_mesh, dtensor.placements, run_check=False, shape=shape, stride=stride
-        )
-        if chunk is not None:
-            offsets = [*chunk.offsets[:dim], low - start, *chunk.offsets[dim + 1 :]]
-            attach_chunk_metadata(piece, offsets, part.shape)
-        pieces.append(piece)
-        start += size
+    for whole in wholes:
+        part, offset = narrow(local, chunk.offsets[dim] if chunk else 0, dim, start, whole.shape[dim])
+        offsets = chunk and [*chunk.offsets[:dim], offset, *chunk.offsets[dim + 1 :]]
+        pieces.append(part_of(dtensor, part, whole.shape, offsets))
+        start += whole.shape[dim]
     return pieces
 
 
-def _sections(split_size_or_sections: int | Sequence[int], extent: int) -> list[int]:
-    """The pieces' sizes along the split dim, as `torch.split` would make them."""
-    if not isinstance(split_size_or_sections, int):
-        sections = list(split_size_or_sections)
-        if sum(sections) != extent or min(sections, default=0) < 0:
-            raise ValueError(f"Expected split sections that sum to {extent}; got {sections}.")
-        return sections
-    if split_size_or_sections <= 0:
-        raise ValueError(f"Expected a positive split size; got {split_size_or_sections}.")
-    size = split_size_or_sections
-    return [min(size, extent - start) for start in range(0, extent, size)] or [0]
+def _compute_chunks(dtensors: Mapping[str, DTensor]) -> dict[str, ChunkStorageMetadata]:
+    """This rank's chunks, worked out from every rank's local shapes. **Collective** over each tensor's mesh.
+
+    All ranks of a mesh must pass the same tensors in the same order; names are there to check that. Per mesh it costs
+    two all-gathers on each axis, whatever the number of tensors. Raises ValueError, on all ranks of a mesh, if their
+    lists differ or the local shapes do not add up to the global ones.
+    """
+    by_mesh: dict[DeviceMesh, dict[str, dict[int, list[int]]]] = {}
+    for name, dtensor in dtensors.items():
+        by_mesh.setdefault(dtensor.device_mesh, {})[name] = cuts_of(dtensor)
+    chunks = {}
+    for mesh, cuts in by_mesh.items():
+        described = repr([(name, tuple(dtensors[name].shape), sorted(each.items())) for name, each in cuts.items()])
+        digest = int.from_bytes(hashlib.sha256(described.encode()).digest()[:7], "big")
+        if len(_gather([digest], mesh, range(mesh.ndim)).unique()) > 1:
+            raise ValueError(
+                f"Ranks of one mesh {mesh} hold different DTensors (names, global shapes and placements must agree): "
+                f"this rank has {len(cuts)}, the first ones {list(cuts)[:5]}. Give every rank the same keys, with "
+                "empty shards where it owns nothing."
+            )
+        shapes = [local_tensor(dtensors[name]).shape for name in cuts]
+        extents = iter(_gather(list(itertools.chain(*shapes)), mesh, range(mesh.ndim)).unbind(-1))
+        for name, its_cuts in cuts.items():
+            offsets = _offsets(dtensors[name], its_cuts, list(itertools.islice(extents, dtensors[name].ndim)))
+            if offsets is None:
+                raise ValueError(
+                    f"The local shapes of {name} do not add up to the global one, {tuple(dtensors[name].shape)}, or "
+                    "differ from it in a dim that no mesh axis cuts; this rank's is "
+                    f"{tuple(local_tensor(dtensors[name]).shape)}. Pass the true shape= and stride= to "
+                    "DTensor.from_local."
+                )
+            chunks[name] = chunk_at(offsets, local_tensor(dtensors[name]).shape)
+    return chunks
+
+
+def _offsets(dtensor: DTensor, cuts: dict[int, list[int]], extents: Sequence[torch.Tensor]) -> list[int] | None:
+    """The offsets of this rank's chunk, from all ranks' local `extents` in every dim, each of the mesh's shape.
+
+    None if they do not add up to the global ones; all ranks see that alike.
+    """
+    coordinate, offsets = dtensor.device_mesh.get_coordinate(), []
+    for dim, extent in enumerate(extents):
+        start = torch.zeros_like(extent)
+        for axis in reversed(cuts.get(dim, ())):  # the finest cut first
+            start = start + extent.cumsum(axis) - extent
+            extent = extent.sum(axis, keepdim=True).expand_as(extent)
+        if (extent != dtensor.shape[dim]).any():
+            return None
+        offsets.append(int(start[tuple(coordinate)]))
+    return offsets
+
+
+def _check_cover(dtensor: DTensor, chunk: ChunkStorageMetadata, error: type[Exception]) -> None:
+    """Raises `error`, on all ranks that cut the tensor, unless their chunks tile it. **Collective** over those axes."""
+    shape = torch.tensor(tuple(dtensor.shape), dtype=torch.int64)
+    table = _gather([*chunk.offsets, *chunk.sizes], dtensor.device_mesh, cutting_axes(dtensor))[None].flatten(0, -2)
+    starts, sizes = table.chunk(2, dim=-1)
+    is_outside = bool(((starts < 0) | (sizes < 0) | (starts + sizes > shape)).any())
+    filled = sizes.prod(dim=1) > 0
+    starts, ends = starts[filled], (starts + sizes)[filled]
+    meets = ((starts[:, None] < ends[None]) & (starts[None] < ends[:, None])).all(dim=-1)
+    is_whole = int((ends - starts).prod(dim=1).sum()) == dtensor.numel()
+    if is_outside or int(meets.sum()) > len(starts) or not is_whole:
+        raise error(
+            f"Chunks of the tensor of shape {tuple(dtensor.shape)} overlap, reach outside it, or leave it uncovered in "
+            f"part; (*offsets, *sizes) of the first ranks: {table[:8].tolist()}."
+        )
+
+
+def _gather(numbers: Sequence[int], mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
+    """Every rank's numbers, shape (*sizes of the axes, count), in CPU memory. **Collective** over each axis."""
+    stacked = torch.tensor(numbers, dtype=torch.int64, device=mesh.device_type)
+    for axis in reversed(axes):
+        out = stacked.new_empty(mesh.size(axis), *stacked.shape)
+        all_gather_single(out, stacked.unsqueeze(0), group=mesh.get_group(axis))
+        stacked = out
+    return stacked.cpu()
 
 
 def _checked(dtensor: Any) -> DTensor:
     if not isinstance(dtensor, DTensor):
         raise TypeError(f"Expected a DTensor; got {type(dtensor).__name__}.")
     return dtensor
-
-
-def _checked_dim(dim: int, ndim: int) -> int:
-    if not -ndim <= dim < ndim:
-        raise IndexError(f"Expected a dim in [{-ndim}, {ndim}); got {dim}.")
-    return dim % ndim

@@ -8,27 +8,30 @@ chunk. How DCP asks (torch 2.11 to 2.13: `checkpoint/planner_helpers.py`, `check
   to its `_local_tensor` if that has the attribute, else assumes `torch.chunk`. Items with one (fqn, offsets) index are
   written once, by the rank with the smallest plan; the rest must tile the tensor. A name that nobody writes does not
   exist on load, so a tensor without elements still needs one (empty) item.
-- load: `obj.__create_chunk_list__()` gives the boxes to fill (again `_local_tensor` is asked first); each is overlapped
-  with the saved boxes. A box without elements costs an empty read at most.
+- load: `obj.__create_chunk_list__()` gives the chunks to fill (`_local_tensor` is asked first, again); each is
+  overlapped with the saved chunks. A chunk without elements costs an empty read at most.
 - both find the memory with `obj.__get_tensor_shard__(index)`, which for a plain `_local_tensor` is `to_local()`: one
   chunk per rank needs no attribute for that.
 - the parts of a gated layer's weight on a tensor-parallel rank, [gate_r; up_r], lie apart in [gate; up]: such a shard
-  is several boxes. Its DTensor has a `__get_tensor_shard__` of its own, which finds the one that is asked for.
+  is several chunks. Its DTensor has a `__get_tensor_shard__` of its own, which finds the one that is asked for.
 - asynchronous saving copies tensors with their attributes, and in process mode pickles them. Pickling keeps a DTensor's
   attributes but drops those of the plain tensor inside; so both carry the chunk, and it is a picklable object.
 - `detach()`, `.data`, `nn.Parameter(...)` and arithmetic make new tensors *without* the attributes. So a chunk is
   attached to the tensors that stand in the state dict, when it is made.
 """
 
-import weakref
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.machine.torch_compat import local_tensor, sharded_dim, split_factor
@@ -38,52 +41,25 @@ CREATE_WRITE_ITEMS = "__create_write_items__"
 GET_TENSOR_SHARD = "__get_tensor_shard__"
 
 
-class Cut(NamedTuple):
-    """One tensor dim and the mesh axes that cut it, the coarsest cut first."""
-
-    dim: int
-    axes: tuple[int, ...]
-
-
-class Box(NamedTuple):
-    """A part of a local tensor that is also a box of the global one."""
-
-    local: tuple[int, ...]
-    """First index in the local tensor, per dim."""
-    offsets: tuple[int, ...]
-    """First index in the global tensor, per dim."""
-    sizes: tuple[int, ...]
-
-    def along(self, dim: int, local: int, offset: int, size: int) -> "Box":
-        """The same but in one dim."""
-        values = zip(self, (local, offset, size), strict=True)
-        return Box(*((*old[:dim], new, *old[dim + 1 :]) for old, new in values))
-
-
 @dataclass(frozen=True)
-class AttachedChunk:
-    """One rank's box of a global tensor, in the form in which DCP asks for it."""
+class AttachedChunks:
+    """One rank's chunks of a global tensor, as DCP asks for them. Picklable."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    chunks: tuple[ChunkStorageMetadata, ...]
+    """In the order in which they lie in the local tensor."""
     is_writer: bool
     """False on all but one rank of a set of replicas."""
     is_first: bool
-    """True if this rank stands for a tensor that has no elements at all."""
+    """This rank writes the item of a tensor that has no elements at all."""
     taken_name: str | None = None
     """A name that other ranks give to another tensor, so that this one must be saved under another."""
 
-    @property
-    def metadata(self) -> ChunkStorageMetadata:
-        """The box as torch spells it."""
-        return ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=torch.Size(self.sizes))
-
     def create_chunk_list(self) -> list[ChunkStorageMetadata]:
-        """Chunks that DCP fills on load: this rank's box, also when it is empty."""
-        return [self.metadata]
+        """The chunks that DCP fills on load, empty ones included."""
+        return list(self.chunks)
 
     def create_write_items(self, fqn: str, dtensor: DTensor) -> list[WriteItem]:
-        """Items that DCP writes on save: none for an empty box or a replica of another rank's.
+        """The chunks that DCP writes on save: no empty ones, and no replicas of another rank's.
 
         Raises:
             ValueError: `fqn` contains the name that is taken.
@@ -93,154 +69,165 @@ class AttachedChunk:
                 f"{fqn} is the name of other experts on other ranks, and one would be written over the other. With "
                 "expert parallelism, number experts globally in the keys of what you save and load."
             )
-        has_elements = all(self.sizes)
-        if not self.is_writer or not (has_elements or (self.is_first and dtensor.numel() == 0)):
-            return []
-        chunk = self.metadata
-        properties = TensorProperties.create_from_tensor(local_tensor(dtensor))
-        data = TensorWriteData(chunk=chunk, properties=properties, size=dtensor.size())
-        return [WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)]
-
-    def __deepcopy__(self, memo: dict) -> "AttachedChunk":
-        return self
+        properties, items = TensorProperties.create_from_tensor(local_tensor(dtensor)), []
+        for chunk in self.chunks:
+            if self.is_writer and (all(chunk.sizes) or (self.is_first and dtensor.numel() == 0)):
+                data = TensorWriteData(chunk=chunk, properties=properties, size=dtensor.size())
+                index = MetadataIndex(fqn, chunk.offsets)
+                items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+        return items
 
 
-@dataclass(frozen=True)
-class _AttachedBoxes:
-    """Several boxes of one rank, in the form in which DCP asks for them."""
-
-    boxes: tuple[Box, ...]
-    chunks: tuple[AttachedChunk, ...]
-    owner: Callable[[], DTensor | None]
-    """Weak; a copy of the tensor has memory of its own, which this would not find."""
-
-    def create_chunk_list(self) -> list[ChunkStorageMetadata]:
-        """Chunks that DCP fills on load."""
-        return [chunk.metadata for chunk in self.chunks]
-
-    def create_write_items(self, fqn: str, dtensor: DTensor) -> list[WriteItem]:
-        """Items that DCP writes on save."""
-        return [item for chunk in self.chunks for item in chunk.create_write_items(fqn, dtensor)]
-
-    def get_tensor_shard(self, index: MetadataIndex) -> torch.Tensor:
-        """The memory of one box. RuntimeError on a copy of the tensor that this was attached to."""
-        owner = self.owner()
-        if owner is None:
-            raise RuntimeError(
-                f"{index.fqn} is several pieces of its global tensor (partition_stride above 1), and this is a copy, "
-                "which has lost its place in checkpoints; save the model's own state dict, synchronously."
-            )
-        local = local_tensor(owner).detach()
-        for box in self.boxes:
-            if index.offset is None or tuple(index.offset) == box.offsets:
-                return local[tuple(slice(at, at + size) for at, size in zip(box.local, box.sizes, strict=True))]
-        raise ValueError(
-            f"{index} is none of this rank's pieces, which begin at {[box.offsets for box in self.boxes]}."
-        )
+class ShardMethod(functools.partial):
+    """A method of one shard, with its local tensor bound; a deep copy or a pickled copy of the method raises."""
 
     def __reduce__(self) -> tuple:
-        return _AttachedBoxes, (self.boxes, self.chunks, _nobody)
-
-    def __deepcopy__(self, memo: dict) -> "_AttachedBoxes":
-        return _AttachedBoxes(self.boxes, self.chunks, _nobody)
+        return functools.partial, (_refuse_copy,)
 
 
-def _nobody() -> None:
-    return None
-
-
-def attach_boxes(
-    dtensor: DTensor, boxes: Sequence[Box], taken_name: str | None = None
-) -> dict[str, Callable[..., object]] | None:
-    """`attach_chunk_metadata` for a local tensor that is any number of boxes. No communication; raises like it.
-
-    Returns:
-        The attributes that it has set, which are those of any tensor that lies alike; None if they are this tensor's.
-    """
-    if len(boxes) == 1:
-        attach_chunk_metadata(dtensor, boxes[0].offsets, boxes[0].sizes, taken_name)
-        return {name: vars(dtensor)[name] for name in (CREATE_CHUNK_LIST, CREATE_WRITE_ITEMS)}
-    roles = _roles(dtensor)
-    chunks = tuple(AttachedChunk(box.offsets, box.sizes, *roles, taken_name) for box in boxes)
-    attached = _AttachedBoxes(tuple(boxes), chunks, weakref.ref(dtensor))
-    for owner in (local_tensor(dtensor), dtensor):
-        setattr(owner, CREATE_CHUNK_LIST, attached.create_chunk_list)
-        setattr(owner, CREATE_WRITE_ITEMS, attached.create_write_items)
-        setattr(owner, GET_TENSOR_SHARD, attached.get_tensor_shard)
-    return None
+def _refuse_copy(*_: object, **__: object) -> NoReturn:
+    raise RuntimeError(
+        "this shard was copied away from its model and cannot be gathered, nor be saved in several pieces; gather the "
+        "model's own, and save the model's own state dict, synchronously."
+    )
 
 
 def attach_chunk_metadata(
     dtensor: DTensor, offsets: Sequence[int], sizes: Sequence[int], taken_name: str | None = None
 ) -> None:
-    """Tells DCP that this rank's local tensor is the box (`offsets`, `sizes`) of the global tensor. No communication.
+    """Tells DCP that this rank's local tensor is the chunk (`offsets`, `sizes`) of the global tensor. No communication.
 
     Call it on every rank of the mesh or on none, empty shards included (some size is 0, the offset anything in bounds).
     Of ranks that differ only in coordinates of Replicate axes the one at coordinate 0 writes; all of them read.
     Saving it under `taken_name`, in whatever surroundings, is an error.
-    Raises ValueError if the box is not the local tensor's shape or reaches outside the global tensor.
+    Raises ValueError if the chunk is not the local tensor's shape or reaches outside the global tensor.
     """
-    local = local_tensor(dtensor)
+    shape, local_shape = tuple(dtensor.shape), tuple(local_tensor(dtensor).shape)
     offsets, sizes = tuple(map(int, offsets)), tuple(map(int, sizes))
-    if sizes != tuple(local.shape):
-        raise ValueError(f"Expected the sizes of a chunk to be its local shape {tuple(local.shape)}; got {sizes}.")
-    if not is_inside(offsets, sizes, tuple(dtensor.shape)):
-        raise ValueError(f"The chunk at {offsets} of sizes {sizes} is outside the global shape {tuple(dtensor.shape)}.")
-    chunk = AttachedChunk(offsets, sizes, *_roles(dtensor), taken_name)
-    for owner in (local, dtensor):
-        setattr(owner, CREATE_CHUNK_LIST, chunk.create_chunk_list)
-        setattr(owner, CREATE_WRITE_ITEMS, chunk.create_write_items)
+    if sizes != local_shape:
+        raise ValueError(f"Expected the sizes of a chunk to be its local shape {local_shape}; got {sizes}.")
+    is_inside = all(0 <= low <= low + size <= high for low, size, high in zip(offsets, sizes, shape, strict=False))
+    if len(offsets) != len(shape) or not is_inside:
+        raise ValueError(f"The chunk at {offsets} of sizes {sizes} is outside the global shape {shape}.")
+    attach_chunks(dtensor, [chunk_at(offsets, sizes)], taken_name)
 
 
-def _roles(dtensor: DTensor) -> tuple[bool, bool]:
-    """Roles of this rank: it writes its replicas' box; it is the first of all ranks."""
-    cut_axes = {axis for cut in cuts_of(dtensor) for axis in cut.axes}
-    coordinate = dtensor.device_mesh.get_coordinate() or ()
-    return all(axis in cut_axes or at == 0 for axis, at in enumerate(coordinate)), not any(coordinate)
+def attach_chunks(
+    dtensor: DTensor, chunks: Sequence[ChunkStorageMetadata], taken_name: str | None = None, dim: int = 0
+) -> dict[str, Callable[..., object]]:
+    """As `attach_chunk_metadata`, unchecked, of any number of chunks, which lie one behind the other along `dim`.
+
+    Returns:
+        The attributes that were set. Those of a single chunk are those of any tensor that lies alike.
+    """
+    cut_axes, coordinate = cutting_axes(dtensor), dtensor.device_mesh.get_coordinate() or ()
+    is_writer = all(axis in cut_axes or at == 0 for axis, at in enumerate(coordinate))
+    attached = AttachedChunks(tuple(chunks), is_writer, not any(coordinate), taken_name)
+    methods = {CREATE_CHUNK_LIST: attached.create_chunk_list, CREATE_WRITE_ITEMS: attached.create_write_items}
+    vars(local_tensor(dtensor)).update(methods)
+    if len(chunks) > 1:
+        methods[GET_TENSOR_SHARD] = ShardMethod(_shard_at, local_tensor(dtensor), attached.chunks, dim)
+    vars(dtensor).update(methods)
+    return methods
+
+
+def _shard_at(
+    local: torch.Tensor, chunks: Sequence[ChunkStorageMetadata], dim: int, index: MetadataIndex
+) -> torch.Tensor:
+    """The memory of the chunk that `index` names."""
+    return split_chunks(local.detach(), chunks, dim)[[chunk.offsets for chunk in chunks].index(index.offset)]
+
+
+def split_chunks(local: torch.Tensor, chunks: Sequence[ChunkStorageMetadata], dim: int) -> Sequence[torch.Tensor]:
+    """The part of each chunk in the local tensor. Shares memory."""
+    return [local] if len(chunks) == 1 else local.split([chunk.sizes[dim] for chunk in chunks], dim)
+
+
+def chunk_at(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
+    """A chunk of a global tensor."""
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
 def attached_chunk(dtensor: DTensor) -> ChunkStorageMetadata | None:
-    """This rank's box as attached; None if nothing is. ValueError if the local tensor is made of several boxes."""
-    for owner in (local_tensor(dtensor), vars(dtensor).get(CREATE_CHUNK_LIST)):
-        create = getattr(owner, CREATE_CHUNK_LIST, None) if isinstance(owner, torch.Tensor) else owner
-        if create is None:
-            continue
-        chunks = create()
-        if len(chunks) != 1:
-            raise ValueError(f"Expected exactly one chunk of the DTensor on every rank; this rank has {len(chunks)}.")
-        return chunks[0]
-    return None
+    """This rank's chunk as attached; None if nothing is. ValueError if the local tensor is made of several chunks."""
+    if not any(CREATE_CHUNK_LIST in vars(owner) for owner in (dtensor, local_tensor(dtensor))):
+        return None
+    chunks = dtensor.__create_chunk_list__()
+    if len(chunks) != 1:
+        raise ValueError(f"Expected exactly one chunk of the DTensor on every rank; this rank has {len(chunks)}.")
+    return chunks[0]
+
+
+def part_of(
+    dtensor: DTensor,
+    local: torch.Tensor,
+    shape: Sequence[int],
+    offsets: Sequence[int] | None,
+    taken_name: str | None = None,
+) -> DTensor:
+    """`local`, a part of this rank's elements, as a DTensor of `shape` that is cut like `dtensor`. Shares memory.
+
+    For torch's checkpointing, if the part lies at `offsets`: torch's own `full_tensor` is wrong on it.
+    """
+    shape = torch.Size(shape)
+    layout = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
+    part = DTensor.from_local(local, dtensor.device_mesh, dtensor.placements, run_check=False, **layout)
+    if offsets is not None:
+        attach_chunk_metadata(part, offsets, local.shape, taken_name)
+    return part
+
+
+def narrow(local: torch.Tensor, at: int, dim: int, first: int, count: int) -> tuple[torch.Tensor, int]:
+    """This rank's part of indices [first, first + count) of `dim`, and its offset among them. Shares memory.
+
+    `local` begins at index `at`. The part may be empty; its offset is within the indices nevertheless.
+    """
+    low, high = (min(max(end - at, 0), local.shape[dim]) for end in (first, first + count))
+    return local.narrow(dim, low, high - low), min(max(at - first, 0), count)
 
 
 def with_rows(dtensor: DTensor, rows: int) -> DTensor:
-    """A rank's part of the first `rows` rows of a tensor whose chunk is attached; more rows than it has are nobody's.
+    """The first `rows` rows of a tensor whose chunk is attached; more rows than the tensor has are no rank's.
 
-    Shares memory; for torch's checkpointing only. ValueError if the local tensor is made of several boxes.
+    Shares memory; for torch's checkpointing only. ValueError if the local tensor is made of several chunks.
     """
-    chunk, local = attached_chunk(dtensor), local_tensor(dtensor).detach()
-    first = min(chunk.offsets[0], rows)
-    part = local[: min(max(rows - chunk.offsets[0], 0), local.shape[0])]
-    shape = torch.Size([rows, *dtensor.shape[1:]])
-    layout = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
-    made = DTensor.from_local(part, dtensor.device_mesh, dtensor.placements, run_check=False, **layout)
-    attach_chunk_metadata(made, (first, *chunk.offsets[1:]), part.shape)
-    return made
+    first, *rest = attached_chunk(dtensor).offsets
+    local, offset = narrow(local_tensor(dtensor).detach(), first, 0, 0, rows)
+    return part_of(dtensor, local, (rows, *dtensor.shape[1:]), (offset, *rest))
 
 
-def is_inside(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
-    """True if the box lies within a tensor of this shape."""
-    if not len(offsets) == len(sizes) == len(shape):
-        return False
-    return all(0 <= low <= low + size <= high for low, size, high in zip(offsets, sizes, shape, strict=True))
+@torch.no_grad()
+def gather_chunks(
+    chunks: Sequence[ChunkStorageMetadata],
+    parts: Sequence[torch.Tensor],
+    shape: Sequence[int],
+    groups: Iterable[dist.ProcessGroup],
+) -> torch.Tensor:
+    """The full tensor, of which each rank has `parts` at `chunks`; bit-exact. **Collective** over each group in turn.
+
+    Bytes of disjoint chunks are added to zeros: no memory is needed beside the result, however uneven the chunks are.
+    """
+    dtype, itemsize = parts[0].dtype, parts[0].element_size()
+    as_bytes = parts[0].new_zeros(math.prod(shape) * itemsize, dtype=torch.uint8)
+    full = as_bytes.view(dtype).view(torch.Size(shape))
+    # Not every backend copies one-byte floats; their bytes are as good.
+    window = full.view(torch.uint8) if itemsize == 1 else full
+    for chunk, part in zip(chunks, parts, strict=True):
+        window[tuple(map(slice, chunk.offsets, map(operator.add, chunk.offsets, chunk.sizes)))] = part.view(
+            window.dtype
+        )
+    for group in groups:
+        if as_bytes.numel() and group.size() > 1:
+            dist.all_reduce(as_bytes, group=group)
+    return full
 
 
-def cuts_of(dtensor: DTensor) -> list[Cut]:
-    """Mesh axes that cut each tensor dim, in dim order.
+def cuts_of(dtensor: DTensor) -> dict[int, list[int]]:
+    """Tensor dim -> the mesh axes that cut it, the coarsest cut first.
 
     Plain Shards on one dim cut in mesh order. A strided one (split factor f) is cut after axes to its right whose sizes
-    multiply to f: that is how (outer, inner) is written when inner cuts first. A mesh may say it outright, with an
-    attribute `_shard_order`: all its axes (names or indices), the coarsest cut first. ValueError for placements that
-    say neither Shard nor Replicate, and for split factors that no order explains.
+    multiply to f: that is how (outer, inner) is written when inner cuts first. ValueError for placements that say
+    neither Shard nor Replicate, and for split factors that no order explains.
     """
     mesh = dtensor.device_mesh
     axes_by_dim: dict[int, list[int]] = {}
@@ -251,31 +238,14 @@ def cuts_of(dtensor: DTensor) -> list[Cut]:
         dim = sharded_dim(placement)
         if dim is None:
             raise ValueError(f"Expected Shard or Replicate placements; got {placement} on mesh axis {axis}.")
-        axes = axes_by_dim.setdefault(dim % dtensor.ndim, [])
-        axes.insert(_cut_position(mesh, axes, split_factor(placement)), axis)
-    declared = getattr(mesh, "_shard_order", None)
-    if declared is not None:
-        names = mesh.mesh_dim_names or ()
-        rank_of = {(names.index(axis) if isinstance(axis, str) else axis): i for i, axis in enumerate(declared)}
-        axes_by_dim = {dim: sorted(axes, key=rank_of.__getitem__) for dim, axes in axes_by_dim.items()}
-    return [Cut(dim, tuple(axes)) for dim, axes in sorted(axes_by_dim.items())]
-
-
-def _cut_position(mesh: DeviceMesh, later_axes: list[int], factor: int) -> int:
-    """Number of `later_axes` (coarsest first) that cut before an axis with this split factor."""
-    pieces = 1
-    for position, axis in enumerate(later_axes):
-        if pieces == factor:
-            return position
-        pieces *= mesh.size(axis)
-    if pieces != factor:
-        sizes = [mesh.size(axis) for axis in later_axes]
-        raise ValueError(
-            f"No cut order explains a strided Shard of split factor {factor} before axes of sizes {sizes}."
-        )
-    return len(later_axes)
+        later, factor = axes_by_dim.setdefault(dim % dtensor.ndim, []), split_factor(placement)
+        pieces = [1, *itertools.accumulate((mesh.size(other) for other in later), operator.mul)]
+        if factor not in pieces:
+            raise ValueError(f"No cut order explains a Shard of split factor {factor} before cuts into {pieces[1:]}.")
+        later.insert(pieces.index(factor), axis)
+    return axes_by_dim
 
 
 def cutting_axes(dtensor: DTensor) -> list[int]:
     """The mesh axes whose placement is a Shard, in mesh order."""
-    return sorted(axis for cut in cuts_of(dtensor) for axis in cut.axes)
+    return sorted(itertools.chain(*cuts_of(dtensor).values()))

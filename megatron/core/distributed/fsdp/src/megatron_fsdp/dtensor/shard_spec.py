@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Placement as TensorPlacement
 
-from megatron_fsdp.dtensor.chunk_metadata import Box, attach_boxes
-from megatron_fsdp.dtensor.uneven_gather import gather_rows
+from megatron_fsdp.dtensor.chunk_metadata import (
+    ShardMethod,
+    attach_chunks,
+    chunk_at,
+    gather_chunks,
+    narrow,
+    part_of,
+    split_chunks,
+)
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
-from megatron_fsdp.machine.torch_compat import dtensor_over, dtensor_spec, local_tensor, strided_shard
+from megatron_fsdp.machine.torch_compat import dtensor_over, dtensor_spec, local_tensor, strided_shard, waited
 from megatron_fsdp.plan.strategy import Placement
 from megatron_fsdp.runtime.unit import ManagedParam
 from megatron_fsdp.state.flat_buffer import FlatSpan, local_bounds
@@ -33,29 +40,25 @@ class ShardSpec:
     cut, unevenly. The global shape is that of the whole parameter.
     """
 
-    def __init__(self, group: ParamGroup, slot: int, index: FSDPDistributedIndex):
-        # Weak: tensors carry this object, and a tensor must not keep its group's buffers alive.
-        self._group = weakref.ref(group)
-        self._layout = group.layout
-        self._axes = group.spec.axes
-        self._placement = group.plan.main_weight
-        self.slot = slot
-        is_expert = group.spec.is_expert
-        self.mesh, dp_ndim, tp_group = _mesh_of(index, is_expert)
+    def __init__(self, group: ParamGroup, slot: int, index: FSDPDistributedIndex, taken_name: str | None = None):
+        # Tensors carry this object, so it must not keep the group's buffers alive.
+        self._layout, self._axes, self._placement = group.layout, group.spec.axes, group.plan.main_weight
+        self._slot, self._taken_name = slot, taken_name
+        self.mesh, dp_ndim, tp_group = _mesh_of(index, group.spec.is_expert)
         self.cut_over_tp = TpPartition.of(group.params[slot], tp_group)
         self._part_shape = torch.Size(group.layout.slots[slot].shape)
-        """Of what this tensor-parallel rank has."""
+        """Of this tensor-parallel rank's part."""
         self.shape = self.cut_over_tp.whole_shape(self._part_shape)
         self.placements = _placements(self._placement[-dp_ndim:], self._axes[1].size, self.cut_over_tp)
         rows = group.main_weight_buffer.rows(slot)
         self.first_row, self.row_count = rows.first, rows.count
         self.local_shape = (rows.count, *self._part_shape[1:]) if self.shape else self.shape
-        self.taken_name: str | None = None
-        """This parameter's name, where it is that of another parameter on other ranks."""
+        self._chunks = self._own_chunks()
+        """This rank's elements of the global tensor, in the order in which they lie in the local one."""
         self._spec_in = functools.cache(functools.partial(dtensor_spec, self.mesh, self.placements, self.shape))
         """From a dtype to torch's own description of tensors that lie so."""
-        self._chunk: dict[str, object] | None = None
-        """Attributes that torch DCP reads, known from the first tensor; None where each has its own."""
+        self._dcp_methods: dict[str, object] = {}
+        """Attributes for torch DCP, the same for all tensors of a single chunk; those of several hold their tensor."""
 
     def __deepcopy__(self, memo: dict) -> ShardSpec:
         return self  # it describes a place; copies of tensors share it
@@ -66,56 +69,62 @@ class ShardSpec:
         return Placement.SHARD in self._placement or self.cut_over_tp.is_cut
 
     @property
+    def owners(self) -> dict[tuple[int, int], int]:
+        """(start, stop) of the flattened parameter (its tensor-parallel part) -> the first rank that holds it."""
+        outer, inner = self._axes
+        found: dict[tuple[int, int], int] = {}
+        for number, rank in enumerate(self.mesh.mesh.flatten().tolist()):
+            at = divmod(number, inner.size)
+            axes = (dataclasses.replace(outer, rank=at[0]), dataclasses.replace(inner, rank=at[1]))
+            rows = self._layout.rows_on(self._slot, *local_bounds(self._layout, axes, self._placement))
+            found.setdefault(self._flat(rows.first, rows.count), rank)
+        return found
+
+    @property
     def flat_slice(self) -> slice:
         """This rank's elements of the flattened parameter (of its tensor-parallel part)."""
-        row = self._layout.slots[self.slot].row
-        return slice(self.first_row * row, (self.first_row + self.row_count) * row)
+        return slice(*self._flat(self.first_row, self.row_count))
 
-    def wrap(self, local: torch.Tensor) -> DTensor:
-        """`local` (this rank's rows) as a DTensor whose `full_tensor` is right on uneven shards. Shares its memory."""
-        return self.mark(dtensor_over(FlatSpan.of(local.shape, 0).alone(local), self._spec_in(local.dtype)))
+    def _flat(self, first_row: int, row_count: int) -> tuple[int, int]:
+        row = self._layout.slots[self._slot].row
+        return first_row * row, (first_row + row_count) * row
 
-    def wrap_grad(self, data: torch.Tensor, span: FlatSpan) -> DTensor:
-        """As `wrap`, of this rank's rows at `span` of a gradient buffer. Of all parameters in each step, so in 4 us."""
-        local = span.alone(data)
-        made = dtensor_over(local, self._spec_in(local.dtype))
-        made.full_tensor, made.redistribute = _FullTensor(self, None, local), _Redistribute(self, None, local)
-        self._attach_chunk(made)
-        return made
+    def wrap(self, data: torch.Tensor, span: FlatSpan | None = None) -> DTensor:
+        """This rank's rows, which lie at `span` of contiguous `data` (None: all of it), as a marked DTensor.
 
-    def mark(self, dtensor: DTensor, *, for_checkpoint: bool = True, keeps_memory: bool = False) -> DTensor:
-        """Gives a DTensor of this shape and placement the right `full_tensor` and torch DCP's chunk; returns it.
-
-        With `keeps_memory` its `full_tensor`, once looked up, works when the DTensor itself is gone, as it is in
-        `model.state_dict()[name].full_tensor()`.
+        Shares its memory. Steps do this to the gradients of all parameters, so it takes 4 us.
         """
-        kept = dtensor.to_local().detach() if keeps_memory else None
-        dtensor.full_tensor = _FullTensor(self, weakref.ref(dtensor), kept)
-        dtensor.redistribute = _Redistribute(self, weakref.ref(dtensor))
-        if for_checkpoint:
-            self._attach_chunk(dtensor)
+        local = (span or FlatSpan.of(data.shape, 0)).alone(data)
+        return self.mark(dtensor_over(local, self._spec_in(local.dtype)))
+
+    def mark(self, dtensor: DTensor, *, for_checkpoint: bool = True) -> DTensor:
+        """Gives a DTensor of this shape and placement the right `full_tensor` and torch DCP's chunks; returns it.
+
+        The methods still work when the DTensor itself is gone, as in `model.state_dict()[name].full_tensor()`.
+        """
+        local = local_tensor(dtensor)
+        dtensor.full_tensor = ShardMethod(_full_tensor, self, local)
+        dtensor.redistribute = ShardMethod(_redistribute, self, local)
+        if for_checkpoint and self._dcp_methods:
+            vars(dtensor).update(self._dcp_methods)
+            vars(local).update(self._dcp_methods)
+        elif for_checkpoint:
+            methods = attach_chunks(dtensor, self._chunks, self._taken_name, self.cut_over_tp.dim or 0)
+            self._dcp_methods = methods if len(self._chunks) == 1 else {}
         return dtensor
 
-    def _attach_chunk(self, dtensor: DTensor) -> None:
-        if self._chunk is None:
-            self._chunk = attach_boxes(dtensor, self._boxes(), self.taken_name)
-        else:
-            vars(dtensor).update(self._chunk)
-            vars(local_tensor(dtensor)).update(self._chunk)
-
-    def _boxes(self) -> list[Box]:
-        """Boxes of this rank's elements in the global tensor."""
-        starts = [0] * len(self.shape)
+    def _own_chunks(self) -> list[ChunkStorageMetadata]:
+        offsets, sizes, cut = [0] * len(self.shape), list(self.local_shape), self.cut_over_tp
         if self.shape:
-            starts[0] = self.first_row
-        cut = self.cut_over_tp
-        whole = Box((0,) * len(starts), tuple(starts), tuple(self.local_shape))
+            offsets[0] = self.first_row
         if not cut.is_cut:
-            return [whole]
-        low, length = starts[cut.dim], self._part_shape[cut.dim]
-        found = list(cut.ranges(low, low + self.local_shape[cut.dim], length))
-        found = found or [TpRange(0, cut.rank * length + low, 0)]
-        return [whole.along(cut.dim, *stretch) for stretch in found]
+            return [chunk_at(offsets, sizes)]
+        dim, low, length = cut.dim, offsets[cut.dim], self._part_shape[cut.dim]
+        found = list(cut.ranges(low, low + sizes[dim], length)) or [TpRange(0, cut.rank * length + low, 0)]
+        return [
+            chunk_at([*offsets[:dim], whole, *offsets[dim + 1 :]], [*sizes[:dim], count, *sizes[dim + 1 :]])
+            for _, whole, count in found
+        ]
 
     @property
     def part_rows(self) -> int:
@@ -128,21 +137,13 @@ class ShardSpec:
         Shares the memory of `dtensor`, which lies like this parameter. torch's `full_tensor` is wrong on the result.
         """
         cut, local = self.cut_over_tp, dtensor.to_local().detach()
-        last = self.first_row + self.row_count
-        low, high = (min(max(at, first), first + count) - first for at in (self.first_row, last))
-        start = min(max(first - self.first_row, 0), self.row_count)
-        rows = local.narrow(0, start, high - low)
-        rows = FlatSpan.of(rows.shape, 0).alone(rows)
-        shape, offsets = [count, *self._part_shape[1:]], [low] + [0] * (len(self.shape) - 1)
+        rows, offset = narrow(local, self.first_row, 0, first, count)
+        shape, offsets = [count, *self._part_shape[1:]], [offset] + [0] * (len(self.shape) - 1)
         if cut.is_cut:
             assert cut.dim == 0 or cut.blocks == 1, "blocks of another dim than the rows lie apart"
             offsets[cut.dim] += cut.rank * shape[cut.dim]
             shape[cut.dim] *= cut.size
-        stride = torch.empty(shape, device="meta").stride()
-        layout = {"shape": torch.Size(shape), "stride": stride}
-        piece = DTensor.from_local(rows, self.mesh, self.placements, run_check=False, **layout)
-        attach_boxes(piece, [Box((0,) * len(shape), tuple(offsets), tuple(rows.shape))], self.taken_name)
-        return piece
+        return part_of(dtensor, FlatSpan.of(rows.shape, 0).alone(rows), shape, offsets, self._taken_name)
 
     def fits(self, tensor: object) -> bool:
         """True if `tensor` is a DTensor that lies like this parameter."""
@@ -151,15 +152,15 @@ class ShardSpec:
         return tensor.placements == self.placements and tensor.to_local().shape == self.local_shape
 
     def take(self, value: torch.Tensor, name: str, dtype: torch.dtype | None = None) -> DTensor:
-        """This parameter's shard out of `value`: a shard like it, or a full or replicated tensor, which is copied.
+        """This parameter's marked shard out of `value`: a shard like it, or a full or replicated tensor.
 
-        The copy is of `dtype`, if one is given.
+        A shard is returned itself, others are copied, to `dtype` if one is given.
 
         Raises:
             ValueError: `value` is spread over ranks in another way; `name` is what to call it.
         """
         if self.fits(value):
-            return value
+            return self.mark(value)
         if isinstance(value, DTensor):
             if not all(placement.is_replicate() for placement in value.placements):
                 raise ValueError(
@@ -177,26 +178,12 @@ class ShardSpec:
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """The full tensor from every rank's rows. **Collective** over the axes that shard."""
-        for axis, place in zip(self._axes, self._placement, strict=True):  # towards REPLICATE, outer first
-            if place is Placement.SHARD and axis.size > 1:
-                local = gather_rows(local, self._rows_along(axis), axis.group)
-        cut = self.cut_over_tp
-        if cut.is_cut:
-            part = local.movedim(cut.dim, 0).contiguous()
-            local = cut.join(gather_rows(part, [part.shape[0]] * cut.size, cut.group))
-        return local
-
-    def _rows_along(self, axis) -> list[int]:
-        """Rows that each rank of `axis` contributes when it is gathered (outer first, then inner)."""
-        outer, inner = self._axes
-        counts = []
-        for rank in range(axis.size):
-            moved = tuple(_moved(a, rank) if a is axis else a for a in self._axes)
-            placement = self._placement
-            if axis is inner:  # the outer axis is whole by then
-                placement = placement._replace(outer=Placement.REPLICATE)
-            counts.append(self._layout.rows_on(self.slot, *local_bounds(self._layout, moved, placement)).count)
-        return counts
+        axes = zip(self._axes, self._placement, strict=True)
+        groups = [axis.group for axis, place in axes if place is Placement.SHARD and axis.size > 1]
+        if self.cut_over_tp.is_cut:
+            groups.append(self.cut_over_tp.group)
+        parts = split_chunks(local, self._chunks, self.cut_over_tp.dim or 0)
+        return gather_chunks(self._chunks, parts, self.shape, groups)
 
 
 def _mesh_of(index: FSDPDistributedIndex, is_expert: bool) -> tuple[DeviceMesh, int, dist.ProcessGroup | None]:
@@ -231,75 +218,44 @@ def _placements(pairs: Sequence[Placement], inner_size: int, cut: TpPartition) -
     return *found, *tp
 
 
-def _moved(axis, rank: int):
-    return type(axis)(axis.group, axis.gather_group, rank, axis.size)
+def _full_tensor(spec: ShardSpec, local: torch.Tensor, *, grad_placements: object = None) -> torch.Tensor:
+    """The full tensor on every rank. **Collective** over the tensor's mesh; not differentiable.
+
+    `full_tensor` of one DTensor in place of torch's, which assumes the rows of `torch.chunk`: wrong here.
+    """
+    if grad_placements is not None:
+        raise NotImplementedError("full_tensor of a shard is not differentiable; leave grad_placements out.")
+    return spec.gather(waited(local))
 
 
-class _FullTensor(NamedTuple):
-    """`full_tensor` of one DTensor in place of torch's, which assumes the rows of `torch.chunk`: wrong here."""
+def _redistribute(
+    spec: ShardSpec,
+    local: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[TensorPlacement] | None = None,
+    *,
+    async_op: bool = False,
+) -> DTensor:
+    """A replicated copy, finished when this returns. **Collective** over the tensor's mesh.
 
-    spec: ShardSpec
-    dtensor: weakref.ref[DTensor] | None
-    kept: torch.Tensor | None = None
-    """This rank's rows; None if they may move to other memory."""
+    `redistribute` of one DTensor in place of torch's; torch's checkpoint helpers call it to gather.
 
-    def __reduce__(self) -> tuple:
-        # A pickled shard (asynchronous checkpoints send them to another process) has left its process groups behind.
-        return _Detached, ()
-
-    def __call__(self, *, grad_placements: object = None) -> torch.Tensor:
-        """The full tensor on every rank. **Collective** over the tensor's mesh; not differentiable."""
-        if grad_placements is not None:
-            raise NotImplementedError("full_tensor of a shard is not differentiable; leave grad_placements out.")
-        with torch.no_grad():
-            local = self.dtensor().to_local().detach() if self.kept is None else self.kept
-            return self.spec.gather(local) if self.spec.is_sharded else local.clone()
-
-
-class _Redistribute(NamedTuple):
-    """`redistribute` of one DTensor in place of torch's; torch's checkpoint helpers call it to gather."""
-
-    spec: ShardSpec
-    dtensor: weakref.ref[DTensor] | None
-    kept: torch.Tensor | None = None
-
-    def __reduce__(self) -> tuple:
-        return _Detached, ()
-
-    def __call__(
-        self,
-        device_mesh: DeviceMesh | None = None,
-        placements: Sequence[TensorPlacement] | None = None,
-        *,
-        async_op: bool = False,
-    ) -> DTensor:
-        """A replicated copy, finished when this returns. **Collective** over the tensor's mesh.
-
-        Raises:
-            NotImplementedError: other placements, or another mesh.
-        """
-        spec = self.spec
-        if device_mesh not in (None, spec.mesh) or not all(isinstance(place, Replicate) for place in placements or ()):
-            raise NotImplementedError(f"a shard of a sharded model can be redistributed to Replicate, not {placements}")
-        if placements is None:
-            return self.dtensor() if self.kept is None else spec.wrap(self.kept)
-        return DTensor.from_local(_FullTensor(*self)(), spec.mesh, [Replicate()] * spec.mesh.ndim, run_check=False)
-
-
-class _Detached:
-    """A method of a shard that was pickled or copied away from its model."""
-
-    def __call__(self, *_: object, **__: object) -> torch.Tensor:
-        """Raises RuntimeError."""
-        raise RuntimeError("this shard was copied away from its model and cannot be gathered; gather the model's own.")
+    Raises:
+        NotImplementedError: other placements, or another mesh.
+    """
+    if device_mesh not in (None, spec.mesh) or not all(isinstance(place, Replicate) for place in placements or ()):
+        raise NotImplementedError(f"a shard of a sharded model can be redistributed to Replicate, not {placements}")
+    if placements is None:
+        return spec.wrap(local)
+    return DTensor.from_local(_full_tensor(spec, local), spec.mesh, [Replicate()] * spec.mesh.ndim, run_check=False)
 
 
 def make_sharded_param(param: ManagedParam, group: ParamGroup, slot: int, index: FSDPDistributedIndex) -> nn.Parameter:
     """The Parameter that users and optimizers hold: a DTensor over this rank's rows of the main weight."""
-    spec = ShardSpec(group, slot, index)
-    if group.spec.is_expert and not index.holds_first_experts:
-        spec.taken_name = param.fqn
-    sharded = nn.Parameter(spec.wrap(group.main_weight_buffer.view(slot)), requires_grad=param.unsharded.requires_grad)
+    is_named_elsewhere = group.spec.is_expert and not index.holds_first_experts
+    spec = ShardSpec(group, slot, index, param.fqn if is_named_elsewhere else None)
+    main = group.main_weight_buffer
+    sharded = nn.Parameter(spec.wrap(main.data, main.span(slot)), requires_grad=param.unsharded.requires_grad)
     spec.mark(sharded)
     copy_tags(param.unsharded, sharded)
     sharded.megatron_fsdp_slice = spec.flat_slice

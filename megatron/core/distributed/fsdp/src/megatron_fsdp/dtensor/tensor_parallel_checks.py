@@ -1,7 +1,8 @@
-"""Checks of tensor-parallel parameters before and after they are sharded."""
+"""Checks of tensor-parallel parameters, before and after they are sharded."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megatron_fsdp.dtensor.uneven_gather import largest_on
+from megatron_fsdp.machine.collectives import largest
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.runtime.unit import ManagedParam
 from megatron_fsdp.state.param_tags import is_expert_param
@@ -25,21 +26,19 @@ def check_tensor_parallel(params: Iterable[ManagedParam], index: FSDPDistributed
             tensor-parallel ranks cannot be combined, or ranks would have parts of different sizes.
         NotImplementedError: experts have other tensor-parallel ranks than the rest of the model.
     """
-    _check_experts(index)
+    if index.tp_dim is not None and index.expt_device_mesh is not None:
+        _check_experts(index)
     for param in params:
         is_expert = is_expert_param(param.unsharded)
         mesh = index.get_submesh(index.tp_dim, is_expert) if index.tp_dim is not None else None
         if isinstance(param.unsharded, DTensor):
             _check_dtensor(param.fqn, param.unsharded, mesh)
-        if mesh is None or mesh.size() == 1:
-            continue
-        _check_mesh(index, is_expert)
-        _check_cut(param.fqn, param.unsharded, TpPartition.of(param.unsharded, mesh.get_group()))
+        if mesh is not None and mesh.size() > 1:
+            _check_mesh(index, is_expert)
+            _check_cut(param.fqn, param.unsharded, TpPartition.of(param.unsharded, mesh.get_group()))
 
 
 def _check_experts(index: FSDPDistributedIndex) -> None:
-    if index.tp_dim is None or index.expt_device_mesh is None:
-        return
     dense, experts = (index.get_submesh(index.tp_dim, is_expert).mesh.flatten().tolist() for is_expert in (False, True))
     if dense != experts:
         raise NotImplementedError(
@@ -102,22 +101,16 @@ def check_replicas(params: Mapping[str, nn.Parameter]) -> None:
     for name, param in params.items():
         spec = param.megatron_fsdp_spec
         if spec.cut_over_tp.size > 1 and not spec.cut_over_tp.is_cut:
-            by_mesh.setdefault(spec.mesh, {})[name] = _differs(param.to_local(), spec.cut_over_tp.group)
+            mine = param.to_local().contiguous().view(-1).view(torch.uint8)
+            first = mine.clone()
+            dist.broadcast(first, group=spec.cut_over_tp.group, group_src=0)
+            by_mesh.setdefault(spec.mesh, {})[name] = not torch.equal(mine, first)
     for mesh, differs in by_mesh.items():
-        found = largest_on(mesh, [int(wrong) for wrong in differs.values()])
-        wrong = [name for name, is_wrong in zip(differs, found, strict=True) if is_wrong]
+        found = largest(list(differs.values()), mesh.get_all_groups(), mesh.device_type)
+        wrong = list(itertools.compress(differs, found))
         if wrong:
             raise ValueError(
                 f"{', '.join(wrong[:5])}{' and others' if len(wrong) > 5 else ''} should be whole on every "
                 "tensor-parallel rank, but their values differ there. Seed tensor-parallel ranks alike, or say that a "
                 "parameter is split: by parallelize_module, or by the tags tensor_model_parallel and partition_dim."
             )
-
-
-def _differs(mine: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """These bytes are not those of the group's first rank. **Collective**."""
-    mine = mine.contiguous().view(-1).view(torch.uint8)
-    first = mine.clone()
-    if first.numel():
-        dist.broadcast(first, group=group, group_src=0)
-    return not torch.equal(mine, first)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.optim.state import mark_state
+from megatron_fsdp.optim.local_step import adopt_state
 
 #: Options that say how a step is computed here, not what it computes.
 _IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -18,7 +18,7 @@ def export(optimizer: torch.optim.Optimizer, fqns: Mapping[torch.nn.Parameter, s
 
     Shards of a sharded model's parameters tell torch's distributed checkpoint where they lie.
     """
-    mark_state(optimizer)
+    adopt_state(optimizer)
     state: dict[str, dict] = {}
     meta: dict[str, dict] = {}
     for group in optimizer.param_groups:

@@ -13,7 +13,7 @@ from megatron_fsdp.mcore import fqn_state, param_groups
 from megatron_fsdp.mcore.adapter import unwrap_model
 from megatron_fsdp.mcore.process_groups import grad_stats_group
 from megatron_fsdp.optim import grad_norm
-from megatron_fsdp.optim.state import create_state
+from megatron_fsdp.optim.local_step import create_state
 
 
 class FullyShardedOptimizer(MixedPrecisionOptimizer):

@@ -65,7 +65,7 @@ def _grad(sharded: torch.Tensor) -> torch.Tensor | None:
 
 
 def _copies(group: ParamGroup) -> int:
-    """Number of ranks that hold the same part of the group's final gradient."""
+    """The number of ranks that hold the same part of the group's final gradient."""
     placed = zip(group.spec.axes, group.plan.finalized_grad(), strict=True)
     return math.prod(axis.size for axis, place in placed if place is not Placement.SHARD)
 
@@ -130,7 +130,7 @@ def clip_by_norm(grads: Iterable[torch.Tensor], max_norm: float, norm: torch.Ten
 
 
 def count_zeros(grads: Iterable[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-    """Number of gradient elements that are zero, an int64 scalar equal on every rank. **Collective** over `group`."""
+    """The number of gradient elements that are zero, an int64 scalar, equal on every rank. **Collective**."""
     zeros = torch.zeros((), dtype=torch.int64, device=device)
     for grad in counted_here(grads):
         zeros += grad.numel() - torch.count_nonzero(grad)

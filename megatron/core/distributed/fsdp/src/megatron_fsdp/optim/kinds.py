@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import torch
 
@@ -47,41 +46,30 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """True for torch's own element-wise classes with their own `step`; subclasses of them may do anything."""
     kind = type(optimizer)
-    if kind.__name__ not in _ELEMENTWISE or optimizer.defaults.get("differentiable"):
-        return False
-    step, origins = kind.step, [kind.__module__]
-    while step is not None:  # `functools.wraps` copies names, but not globals
-        origins.append(getattr(step, "__globals__", {}).get("__name__", ""))
-        step = getattr(step, "__wrapped__", None)
-    return all(origin.startswith("torch.optim.") for origin in origins)
+    steps = kind.step, getattr(kind.step, "__wrapped__", None)  # torch's hooks are around it
+    # `functools.wraps` copies names, but not globals.
+    origins = [kind.__module__, *(getattr(step, "__globals__", {}).get("__name__", "") for step in steps)]
+    is_torchs = all(origin.startswith("torch.optim.") for origin in origins)
+    return is_torchs and kind.__name__ in _ELEMENTWISE and not optimizer.defaults.get("differentiable")
 
 
 def owned_kind(optimizer: torch.optim.Optimizer) -> WholeKind | None:
-    """Kind of an optimizer that needs parameters whole, so that each rank updates those it owns; None: no need."""
+    """The needs of an optimizer over sharded parameters, of which each rank updates those that it owns; None: none."""
     return _whole_kind(optimizer) if any(map(_is_spread, params_of(optimizer))) else None
 
 
 def check_fits(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses an optimizer that would be wrong on its sharded parameters.
+    """Refuses an optimizer that is wrong on its parameters, or will be when they are sharded over several ranks.
 
     Raises:
-        ValueError: `optimizer` cannot update shards, and a parameter is spread over ranks.
+        ValueError: `optimizer` cannot update shards, and a parameter is or will be spread over ranks.
     """
-    _check(optimizer, _is_spread)
-
-
-def check_before_sharding(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses what `check_fits` would after sharding over several ranks. Raises ValueError."""
-    _check(optimizer, lambda param: not is_no_shard(param) and param.dim() > 0)
-
-
-def _check(optimizer: torch.optim.Optimizer, is_spread: Callable[[torch.Tensor], bool]) -> None:
     kind, params = _whole_kind(optimizer), params_of(optimizer)
     if kind is None:
         return
-    cut = [param for param in params if param.dim() >= kind.least_dims and is_spread(param)]
+    cut = [param for param in params if param.dim() >= kind.least_dims and _is_spread(param)]
     if kind.takes_owned:
-        cut = [param for param in cut if not _is_whole(param)]
+        cut = [param for param in cut if not has_single_owner(param) or _is_cut_over_tp(param)]
     if cut:
         remedy = "mark them with fsdp_single_owner() before sharding, or " if kind.takes_owned else ""
         raise ValueError(
@@ -98,11 +86,8 @@ def _whole_kind(optimizer: torch.optim.Optimizer) -> WholeKind | None:
 
 def _is_spread(param: torch.Tensor) -> bool:
     spec = getattr(param, "megatron_fsdp_spec", None)
-    return spec is not None and spec.is_sharded
+    return spec.is_sharded if spec is not None else param.dim() > 0 and not is_no_shard(param)
 
 
-def _is_whole(param: torch.Tensor) -> bool:
-    spec = getattr(param, "megatron_fsdp_spec", None)
-    if spec is not None and spec.cut_over_tp.is_cut:
-        return False
-    return has_single_owner(param) or is_no_shard(param)
+def _is_cut_over_tp(param: torch.Tensor) -> bool:
+    return hasattr(param, "megatron_fsdp_spec") and param.megatron_fsdp_spec.cut_over_tp.is_cut

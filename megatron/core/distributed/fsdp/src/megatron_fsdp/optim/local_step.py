@@ -1,4 +1,4 @@
-"""Steps of optimizers on this rank's rows: the one place where `step()` meets tensors that are no DTensors.
+"""Steps of optimizers on this rank's rows, and their state, which users see as DTensors.
 
 DTensor's dispatch works out placements of hundreds of tensors anew in every call, which takes the host 0.1 ms a layer
 (docs/performance.md), and no optimizer that reads whole matrices can work on rows. So while `step()` computes, the
@@ -9,17 +9,32 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import functools
+import operator
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp.dtensor.chunk_metadata import ShardMethod
+from megatron_fsdp.dtensor.shard_spec import ShardSpec
+from megatron_fsdp.machine.device import Device
 from megatron_fsdp.machine.torch_compat import foreach_copy_, local_tensor, waited
 from megatron_fsdp.optim.kinds import is_elementwise, owned_kind, params_of
-from megatron_fsdp.optim.state import MARK, as_shard, create_state, mark_state
+from megatron_fsdp.state.param_tags import copy_tags
+
+#: An attribute of DTensors that the engine has made or looked at: they lie like their parameter, and torch DCP knows.
+MARK = "full_tensor"
+#: State that is one number per parameter: name -> its value after zero steps, from the options of the group.
+_SCALAR_STATE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "step": lambda group: 0.0,
+    "mu_product": lambda group: 1.0,  # NAdam
+    "mu": lambda group: 1.0,  # ASGD
+    "eta": lambda group: group["lr"],  # ASGD
+}
 
 
 def engine_step(optimizer: torch.optim.Optimizer, base: Callable) -> Callable:
@@ -30,10 +45,12 @@ def engine_step(optimizer: torch.optim.Optimizer, base: Callable) -> Callable:
     gradients in their parameters' dtype.
     """
     is_owner = owned_kind(optimizer) is not None
-    if not is_owner and ("step" in vars(optimizer) or not is_elementwise(optimizer)):
+    # In its class, or by a learning-rate scheduler, around torch's wrapper that calls hooks.
+    is_replaced = getattr(base, "__globals__", {}).get("__name__") != torch.optim.Optimizer.__module__
+    if not is_owner and (is_replaced or not is_elementwise(optimizer)):
         return _step_on_dtensors(base)
-    if getattr(base, "__globals__", {}).get("__name__") != torch.optim.Optimizer.__module__:
-        return _step_on_rows(base, is_owner=is_owner)  # replaced in the class, around torch's hooks
+    if is_replaced:
+        return _step_on_rows(base, is_owner=is_owner)
     return torch.optim.Optimizer.profile_hook_step(_step_on_rows(base.__wrapped__, is_owner=is_owner))
 
 
@@ -53,17 +70,6 @@ def _step_on_rows(bare: Callable, *, is_owner: bool) -> Callable:
     return step
 
 
-class _Held(NamedTuple):
-    """One parameter as the optimizer holds it inside a step."""
-
-    param: nn.Parameter
-    rows: torch.Tensor
-    state: dict[str, Any]
-    """Its own, which has local tensors inside the step."""
-    shards: dict[str, Any]
-    """State as users have seen it."""
-
-
 @contextlib.contextmanager
 def on_rows(optimizer: torch.optim.Optimizer, *, is_owner: bool = False) -> Iterator[None]:
     """Inside, the optimizer holds the local tensors of its parameters that have gradients, with local state.
@@ -74,12 +80,12 @@ def on_rows(optimizer: torch.optim.Optimizer, *, is_owner: bool = False) -> Iter
     Raises:
         ValueError: a gradient or state lies otherwise than its parameter.
     """
-    groups, state = optimizer.param_groups, optimizer.state
+    groups, state, local_state = optimizer.param_groups, optimizer.state, collections.defaultdict(dict)
     # A learning rate may be a DTensor too, which cannot be multiplied with local tensors.
     shown = [{k: v for k, v in group.items() if k == "params" or isinstance(v, DTensor)} for group in groups]
-    held: list[_Held] = []
-    refusal = optimizer.register_state_dict_pre_hook(_refuse_state_dict)
-    optimizer.state = collections.defaultdict(dict)
+    held: list[tuple[nn.Parameter, torch.Tensor]] = []
+    refusal = optimizer.register_state_dict_pre_hook(_refuse_state_dict, prepend=True)
+    optimizer.state = local_state
     try:
         for group, options in zip(groups, shown, strict=True):
             group.update({name: value.to_local() for name, value in options.items() if name != "params"})
@@ -90,27 +96,20 @@ def on_rows(optimizer: torch.optim.Optimizer, *, is_owner: bool = False) -> Iter
                     continue
                 if is_owner:
                     rows = nn.Parameter(rows.detach())
-                mine = state.get(param, {})
-                local = _local_state(param, mine, is_owner=is_owner)
-                held.append(_Held(param, rows, mine, dict(mine)))
-                mine.update(local)
-                optimizer.state[rows] = mine
+                if param in state:
+                    local_state[rows] = _local_state(param, state[param], is_owner=is_owner)
+                held.append((param, rows))
                 group["params"].append(rows)
         _give_grads(held)
         yield
     finally:
         refusal.remove()
-        updated, optimizer.state = optimizer.state, state
+        optimizer.state = state
         for group, options in zip(groups, shown, strict=True):
             group.update(options)
-        for param, rows, mine, shards in held:
+        for param, rows in held:
             rows.grad = None
-            now = updated[rows]
-            _show_state(param, now, shards)
-            if now is not mine or not shards:  # made, replaced or thrown away
-                state[param] = now
-            if not now:
-                del state[param]
+            _show_state(param, state, local_state[rows])
 
 
 def _refuse_state_dict(optimizer: torch.optim.Optimizer) -> NoReturn:
@@ -120,9 +119,9 @@ def _refuse_state_dict(optimizer: torch.optim.Optimizer) -> NoReturn:
     )
 
 
-def _local_state(param: nn.Parameter, state: dict[str, Any], *, is_owner: bool) -> dict[str, torch.Tensor]:
-    """The local tensors of DTensors in `state`."""
-    local = {}
+def _local_state(param: nn.Parameter, state: dict[str, Any], *, is_owner: bool) -> dict[str, Any]:
+    """`state` with local tensors in place of DTensors."""
+    local = dict(state)
     for name, value in state.items():
         if isinstance(value, DTensor):
             if MARK not in vars(value):  # somebody has put it here since
@@ -136,21 +135,28 @@ def _local_state(param: nn.Parameter, state: dict[str, Any], *, is_owner: bool) 
     return local
 
 
-def _show_state(param: nn.Parameter, state: dict[str, Any], shards: dict[str, Any]) -> None:
-    """Puts DTensors into `state`, local now: those that were there, and new ones of what the step has made."""
-    for name, value in state.items():
-        was = shards.get(name)
-        if value is not was:
-            is_local = isinstance(was, DTensor) and local_tensor(was) is value
-            state[name] = was if is_local else as_shard(param, name, value)
+def _show_state(param: nn.Parameter, state: dict[nn.Parameter, dict[str, Any]], local: dict[str, Any]) -> None:
+    """Brings what users see in `state` up to date: a DTensor stays one, and what the step has made becomes one."""
+    shards = state.setdefault(param, {})
+    for name in shards.keys() - local.keys():
+        del shards[name]
+    for name, value in local.items():
+        shard = shards.get(name)
+        if shard is not value and not (isinstance(shard, DTensor) and local_tensor(shard) is value):
+            shards[name] = as_shard(param, name, value)
+    if not shards:
+        del state[param]
 
 
-def _give_grads(held: list[_Held]) -> None:
+def _give_grads(held: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
     """Gives every parameter's rows their gradient, cast to their dtype where it has another one."""
     grads, casts = [], []
-    for param, rows, _, _ in held:
+    for param, rows in held:
         grad = param.grad
-        grad = local_tensor(grad) if MARK in vars(grad) else waited(local_tensor(_taken(param, grad, "a gradient")))
+        if MARK in vars(grad):
+            grad = local_tensor(grad)
+        else:  # somebody has put it here
+            grad = waited(local_tensor(_taken(param, grad, "a gradient")))
         if grad.dtype is not rows.dtype:
             grads.append(grad)
             grad = torch.empty_like(rows)
@@ -161,9 +167,9 @@ def _give_grads(held: list[_Held]) -> None:
 
 
 def _taken(param: nn.Parameter, value: torch.Tensor, name: str) -> DTensor:
-    """A value that somebody has put in, as a shard like `param`. Raises ValueError if it lies otherwise."""
+    """`value` as a shard like `param`. Raises ValueError if it lies otherwise."""
     spec = getattr(param, "megatron_fsdp_spec", None)
-    return value if spec is None else spec.mark(spec.take(value, name))
+    return value if spec is None else spec.take(value, name)
 
 
 def _step_on_dtensors(base: Callable) -> Callable:
@@ -187,7 +193,7 @@ def _step_on_dtensors(base: Callable) -> Callable:
             return base(self, *args, **kwargs)
         finally:
             restore()
-            mark_state(self)
+            adopt_state(self)
 
     return step
 
@@ -214,3 +220,124 @@ def around_closures(args: tuple, kwargs: dict[str, Any], before: Callable, after
         return closure
 
     return tuple(map(wrapped, args)), {name: wrapped(argument) for name, argument in kwargs.items()}
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Gives an optimizer that has not stepped yet the state of zero steps; parameters and options stay as they are.
+
+    The state is what one step with zero gradients leaves on a copy of each parameter, its counters set back.
+    What is owned has its kind's, on every rank, empty where it owns nothing. State that is there is left alone.
+
+    Raises:
+        ValueError: the state before the first step is not known, or is not that of a step with zero gradients.
+    """
+    if any(optimizer.state.values()):
+        return
+    owned, groups, made = owned_kind(optimizer), optimizer.param_groups, {}
+    try:
+        for group in groups:
+            for param in filter(operator.attrgetter("requires_grad"), group["params"]):
+                if owned is None:
+                    made[param] = _state_after_zero_steps(optimizer, group, param)
+                else:
+                    made[param] = {name: torch.zeros_like(local_tensor(param)) for name in owned.state or ()}
+    finally:
+        optimizer.param_groups = groups
+        optimizer.state.clear()
+    for param, state in made.items():
+        if state:
+            optimizer.state[param] = {name: as_shard(param, name, value) for name, value in state.items()}
+    adopt_state(optimizer)
+
+
+def _state_after_zero_steps(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: nn.Parameter
+) -> dict[str, Any]:
+    if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and group["dampening"]:
+        raise ValueError(
+            "SGD with dampening starts from its first gradient undamped, which no state before the first step can say; "
+            "call step() once before state_dict()."
+        )
+    stand_in = nn.Parameter((local_tensor(param) if is_elementwise(optimizer) else param).detach().clone())
+    copy_tags(param, stand_in)
+    stand_in.grad = torch.zeros_like(stand_in)
+    # A weight decay that is part of the gradient would leave a trace.
+    changed = {"params": [stand_in], **({"weight_decay": 0.0} if "weight_decay" in group else {})}
+    options = {key: v.to_local() if isinstance(v, DTensor) else v for key, v in group.items() if key not in changed}
+    optimizer.param_groups = [{**copy.deepcopy(options), **changed}]
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)  # without hooks
+    state = optimizer.state.pop(stand_in, {})
+    for key, value in state.items():
+        # Every rank must come to the same end, so the name decides, not the values.
+        if key in _SCALAR_STATE:
+            zero = _SCALAR_STATE[key](group)
+            state[key] = value.fill_(zero) if isinstance(value, torch.Tensor) else type(value)(zero)
+        elif value is not None and getattr(value, "shape", None) != stand_in.shape:
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps {key!r}, whose value before the first step is unknown; "
+                "call step() once before state_dict()."
+            )
+    return state
+
+
+def compact_before_state(optimizer: torch.optim.Optimizer) -> None:
+    """Gives free memory back to the device when a first step is about to make state.
+
+    Otherwise what stays for ever is put into holes that the first backward has left, and later steps, which find these
+    holes taken, take new memory: of an 8B model on 8 GPUs 4 GiB each (docs/performance.md).
+    """
+    is_first = True
+
+    def compact(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nonlocal is_first
+        if is_first and not any(optimizer.state.values()):
+            Device.current().empty_cache()
+        is_first = False
+
+    optimizer.register_step_pre_hook(compact)
+
+
+def as_shard(param: nn.Parameter, name: str, value: Any) -> Any:
+    """Local state as users see it: as a DTensor where it is shaped like this rank's rows of `param`, else as it is."""
+    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    if not is_plain or name in _SCALAR_STATE or value.shape != local_tensor(param).shape:
+        return value
+    spec = getattr(param, "megatron_fsdp_spec", None)
+    if spec is not None:
+        return spec.wrap(value)
+    layout = {"shape": param.shape, "stride": param.stride()}
+    return DTensor.from_local(value, param.device_mesh, param.placements, run_check=False, **layout)
+
+
+def adopt_state(optimizer: torch.optim.Optimizer) -> None:
+    """Cuts state in full tensors to the parameters' shards; gives all shards the right `full_tensor` and DCP's chunks.
+
+    Raises:
+        ValueError: state lies otherwise than its parameter.
+    """
+    for param, state in optimizer.state.items():
+        if hasattr(param, "megatron_fsdp_spec"):  # loading keeps what belongs to no parameter
+            state.update(shard_state(param.megatron_fsdp_spec, state))
+
+
+def shard_state(spec: ShardSpec, state: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """A parameter's optimizer state with its parameter-shaped tensors as marked shards, in `dtype` if given.
+
+    Raises:
+        ValueError: see `ShardSpec.take`.
+    """
+    return {
+        key: spec.take(value, f"optimizer state {key!r}", dtype)
+        if isinstance(value, torch.Tensor)
+        and value.shape == spec.shape
+        and key not in _SCALAR_STATE
+        # Copies, as a loaded state dict may be, have the marks of a tensor without a model.
+        and not isinstance(vars(value).get(MARK), ShardMethod)
+        else value
+        for key, value in state.items()
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -11,9 +12,8 @@ from typing import Any, NoReturn
 import torch
 
 from megatron_fsdp.machine.torch_compat import uncompiled
+from megatron_fsdp.optim import local_step
 from megatron_fsdp.optim.kinds import check_fits, owned_kind, params_of
-from megatron_fsdp.optim.local_step import around_closures, engine_step
-from megatron_fsdp.optim.state import adopt_state, compact_before_state, create_state, mark_state
 
 _MARK = "_megatron_fsdp_optimizer"
 
@@ -49,9 +49,9 @@ def fully_shard_optimizer(
     optimizer.__deepcopy__ = _refuse_copy  # copy.deepcopy asks the instance
     _bind(optimizer, "step", functools.partial(_make_step, model))
     _bind(optimizer, "zero_grad", functools.partial(_make_zero_grad, model))
-    compact_before_state(optimizer)
-    adopt_state(optimizer)
-    optimizer.register_load_state_dict_post_hook(adopt_state)
+    local_step.compact_before_state(optimizer)
+    local_step.adopt_state(optimizer)
+    optimizer.register_load_state_dict_post_hook(local_step.adopt_state)
     optimizer.register_state_dict_pre_hook(
         functools.partial(_before_state_dict, is_prepared=preproc_state_dict_for_dcp_ckpt)
     )
@@ -60,9 +60,9 @@ def fully_shard_optimizer(
 
 def prepare_steps(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Lets `optimizer`, which is not tied to a model here, step as those that are do; returns it, changed in place."""
-    compact_before_state(optimizer)
-    optimizer.register_load_state_dict_post_hook(adopt_state)
-    _bind(optimizer, "step", engine_step)
+    local_step.compact_before_state(optimizer)
+    optimizer.register_load_state_dict_post_hook(local_step.adopt_state)
+    _bind(optimizer, "step", local_step.engine_step)
     return optimizer
 
 
@@ -82,9 +82,9 @@ def _before_state_dict(optimizer: torch.optim.Optimizer, *, is_prepared: bool) -
             "so a sharded state dict cannot hold it; checkpoint the model alone, or use strategy 0."
         )
     if owned is not None or is_prepared:
-        create_state(optimizer)
+        local_step.create_state(optimizer)
     if is_prepared:
-        mark_state(optimizer)
+        local_step.adopt_state(optimizer)
 
 
 def _model_of(optimizer: torch.optim.Optimizer) -> Any:
@@ -113,7 +113,7 @@ def _model_of(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _make_step(model: Any, optimizer: torch.optim.Optimizer, base: Callable) -> Callable:
-    run, known_groups = engine_step(optimizer, base), len(optimizer.param_groups)
+    run, known_groups = local_step.engine_step(optimizer, base), len(optimizer.param_groups)
 
     def step(
         self: torch.optim.Optimizer,
@@ -129,11 +129,11 @@ def _make_step(model: Any, optimizer: torch.optim.Optimizer, base: Callable) -> 
             known_groups = len(self.param_groups)
         model._schedule.check_unblocked("optimizer.step()")
         if _only_wants_state(self, model):
-            return create_state(self)
+            return local_step.create_state(self)
         open_grads = model.param_and_grad_buffer.has_open_grads  # automatic synchronization may have come too late
         if sync_grad_before_optimizer_step and (open_grads or not model.model_auto_sync):
             model.finish_grad_sync()
-            args, kwargs = around_closures(args, kwargs, lambda: None, model.finish_grad_sync)
+            args, kwargs = local_step.around_closures(args, kwargs, lambda: None, model.finish_grad_sync)
         result = run(self, *args, **kwargs)
         if install_optimized_model_weights:
             model.install_optimized_model_weights()
@@ -175,26 +175,23 @@ def _untraced(function: Callable, *args: Any, **kwargs: Any) -> Any:
 def _bind(
     optimizer: torch.optim.Optimizer, name: str, make: Callable[[torch.optim.Optimizer, Callable], Callable]
 ) -> None:
-    """Puts what `make` makes of the optimizer's method `name`, a function of the optimizer, in the method's place.
+    """Replaces the optimizer's method `name` by what `make` makes of it, a function of the optimizer.
 
-    It has the class's parameters and its own keyword-only ones, and is not traced by torch.compile. A real bound method
-    would be a cycle, and the model outlive its last use.
+    It has the class's parameters and its own keyword-only ones, and is not traced by torch.compile. It is bound to a
+    weak proxy, since a reference to the optimizer would be a cycle, and the model outlive its last use.
     """
     method, owner = getattr(optimizer, name), weakref.ref(optimizer)
-    # Learning-rate schedulers replace methods by bound ones, which refer to the optimizer weakly.
+    # A method that a learning-rate scheduler has put here is bound already, and refers to the optimizer weakly.
     base = getattr(method, "__func__", None) or (lambda _, *args, **kwargs: method(*args, **kwargs))
     function = make(optimizer, base)
     own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]
     signature = inspect.signature(getattr(type(optimizer), name))  # the scheduler's is another one
-    params = sorted([*signature.parameters.values(), *own], key=lambda param: param.kind)
 
-    def bound(*args: Any, **kwargs: Any) -> Any:
+    def unbound(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         return _untraced(function, owner(), *args, **kwargs)
 
-    # Schedulers mark the method that they have seen, warn about another one, and take its function.
-    vars(bound).update({key: value for key, value in vars(method).items() if key.startswith("_wrapped_by")})
-    bound.__func__, bound.__self__ = function, weakref.proxy(optimizer)
-    function.__signature__ = signature.replace(parameters=params)
-    bound.__signature__ = signature.replace(parameters=params[1:])
-    bound.__doc__ = function.__doc__ = method.__doc__
-    setattr(optimizer, name, bound)
+    # Schedulers mark the method that they have seen, and warn about another one.
+    vars(unbound).update({key: value for key, value in vars(method).items() if key.startswith("_wrapped_by")})
+    params = sorted([*signature.parameters.values(), *own], key=lambda param: param.kind)
+    unbound.__signature__, unbound.__doc__ = signature.replace(parameters=params), method.__doc__
+    setattr(optimizer, name, types.MethodType(unbound, weakref.proxy(optimizer)))

@@ -308,7 +308,7 @@ class MainGrad:
                 self._attached.pop(slot, None)
             elif view is None:
                 spec = param.megatron_fsdp_spec  # type: ignore[attr-defined]  # a tag, see param_tags.py
-                view = spec.wrap_grad(data, self._final_spans[slot])
+                view = spec.wrap(data, self._final_spans[slot])
                 self._attached[slot] = view
             setattr(param, self._attribute, view)
         self.is_current = is_final

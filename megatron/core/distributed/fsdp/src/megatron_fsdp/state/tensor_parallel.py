@@ -83,11 +83,6 @@ class TpPartition:
         parts = whole.unflatten(self.dim, (self.blocks, self.size, -1)).select(self.dim + 1, self.rank)
         return parts.flatten(self.dim, self.dim + 1)
 
-    def join(self, stacked: torch.Tensor) -> torch.Tensor:
-        """The whole tensor from all ranks' parts, shape (size * length, *rest), the split dim in front."""
-        stacked = stacked.unflatten(0, (self.size, self.blocks, -1)).transpose(0, 1)
-        return stacked.flatten(0, 2).movedim(0, self.dim).contiguous()
-
     def ranges(self, low: int, high: int, length: int) -> Iterator[TpRange]:
         """Positions in the whole dim of the indices [low, high) of the local split dim, which has `length`."""
         block = length // self.blocks

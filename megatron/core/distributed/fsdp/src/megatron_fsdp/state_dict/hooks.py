@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,12 +26,13 @@ class StateDictHooks:
         self._schedule = weakref.ref(schedule)
         self.preprocess = True
         """Prepare `state_dict()` for torch DCP."""
-        self._specs: dict[str, ShardSpec] = {
+        self.specs: dict[str, ShardSpec] = {
             fqn: param.sharded.megatron_fsdp_spec
             for unit in schedule.units
             for param in unit.params
             for fqn in param.fqns
         }
+        """By every name, how the parameter lies."""
         self._showed_unsharded: list = []
 
     def __deepcopy__(self, memo: dict) -> StateDictHooks:
@@ -63,10 +65,10 @@ class StateDictHooks:
         if self.preprocess:
             for key in [key for key in state_dict if key.endswith("_extra_state")]:
                 del state_dict[key]
-        for fqn, spec in self._specs.items():
+        for fqn, spec in self.specs.items():
             value = state_dict.get(prefix + fqn)
             if isinstance(value, DTensor):
-                spec.mark(value, for_checkpoint=self.preprocess, keeps_memory=True)
+                spec.mark(value, for_checkpoint=self.preprocess)
 
     def before_load(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict, *_: object
@@ -84,9 +86,9 @@ class StateDictHooks:
             )
         self._schedule().check_unblocked("load_state_dict()")
         self._schedule().reshard_all()
-        for fqn, spec in self._specs.items():
+        for fqn, spec in self.specs.items():
             value = state_dict.get(prefix + fqn)
-            if isinstance(value, torch.Tensor) and value.shape == spec.shape:
+            if isinstance(value, torch.Tensor) and value.shape == spec.shape and not spec.fits(value):
                 state_dict[prefix + fqn] = spec.take(value, fqn)
 
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
@@ -105,3 +107,12 @@ def names_inner_module(names: Iterable[str], module: nn.Module) -> bool:
     names, own = list(names), module.state_dict().keys()
     bare = sum(name in own for name in names)
     return bare > sum(name.startswith("module.") and name.removeprefix("module.") in own for name in names)
+
+
+def with_extra_state(module: nn.Module, hooks: StateDictHooks) -> OrderedDict[str, Any]:
+    """The sharded module's state dict with the modules' extra state, which torch DCP cannot store."""
+    before, hooks.preprocess = hooks.preprocess, False
+    try:
+        return nn.Module.state_dict(module)
+    finally:
+        hooks.preprocess = before
