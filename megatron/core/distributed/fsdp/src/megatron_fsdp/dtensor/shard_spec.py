@@ -73,7 +73,9 @@ class ShardSpec:
         """(start, stop) of the flattened parameter (its tensor-parallel part) -> the first rank that holds it."""
         outer, inner = self._axes
         found: dict[tuple[int, int], int] = {}
-        for number, rank in enumerate(self.mesh.mesh.flatten().tolist()):
+        # A dimension alone may list its ranks in any order; groups have them in ascending order.
+        ranks = self.mesh.mesh.view(outer.size, inner.size).sort(0).values.sort(1).values
+        for number, rank in enumerate(ranks.flatten().tolist()):
             at = divmod(number, inner.size)
             axes = (dataclasses.replace(outer, rank=at[0]), dataclasses.replace(inner, rank=at[1]))
             rows = self._layout.rows_on(self._slot, *local_bounds(self._layout, axes, self._placement))

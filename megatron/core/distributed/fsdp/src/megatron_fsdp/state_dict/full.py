@@ -121,7 +121,7 @@ def full_state_dict(
     group = index.get_dp_group()
     # NCCL must not begin with a message that some ranks take no part in.
     dist.all_reduce(torch.zeros(1, device=index.device_mesh.device_type), group=group)
-    first = int(index.dp_mesh().mesh.flatten()[0])
+    first = int(index.dp_mesh().mesh.min())
     is_first = dist.get_rank() == first
     whole: OrderedDict[str, Any] = OrderedDict()
     moved: dict[ShardSpec, torch.Tensor | None] = {}
