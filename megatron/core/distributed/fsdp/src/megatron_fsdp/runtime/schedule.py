@@ -442,7 +442,8 @@ class Schedule:
     def strays(self) -> list[Unit]:
         """Units with gradients that no reduction has taken, in the order of registration."""
         with without_overrides():
-            return [unit for unit in self.units if any([param.grad is not None for param in unit.trainable])]
+            found = [unit for unit in self.units for param in unit.trainable if param.grad is not None]
+        return list(dict.fromkeys(found))
 
     # -- running a program ----------------------------------------------------------------------------------------
 
@@ -547,9 +548,10 @@ class Schedule:
         running = self._backward
         if running is None:
             return number in [call.unit for call in self._open]
+        if number in running.recomputed or number in [use[0] for use in running.uses]:
+            return True
         # Not the calls of recomputation: one that is stopped early does not return.
-        around = [call.unit for call in self._open[: running.depth]]
-        return number in around or number in running.recomputed or number in [use[0] for use in running.uses]
+        return running.depth > 0 and number in [call.unit for call in self._open[: running.depth]]
 
     def _reshard_unused(self, number: int) -> None:
         """Shows the unit's shards, and reshards it, as far as neither this rank nor a program needs more of it."""

@@ -78,6 +78,8 @@ class MainGrad:
         self._attribute = "grad"
         self._attached: dict[int, DTensor] = {}
         """By slot, the gradient on the sharded parameter: a DTensor over the buffer's memory."""
+        self._without_rows: dict[int, DTensor] = {}
+        """By slot, the gradient where this rank has no rows; made once, since a DTensor takes the host 4 us."""
         self.is_current = False
         """Parameters have the final gradient, and nothing has been added to it since."""
         self.dropped: set[int] = set()
@@ -237,6 +239,8 @@ class MainGrad:
         """
         assert self.state is GradState.ACCUMULATING, self.state
         self.state = GradState.FINAL
+        if self._plan.accumulates_final_values:
+            return None
         target, resting = self._plan.finalized_grad(), self._plan.main_grad
         if self._plan.reduces_each_microbatch:
             scale = scale.for_the_rest
@@ -307,13 +311,21 @@ class MainGrad:
                 view = None
                 self._attached.pop(slot, None)
             elif view is None:
-                spec = param.megatron_fsdp_spec  # type: ignore[attr-defined]  # a tag, see param_tags.py
-                view = spec.wrap(data, self._final_spans[slot])
-                self._attached[slot] = view
+                view = self._attached[slot] = self._wrap(slot, data)
             setattr(param, self._attribute, view)
         self.is_current = is_final
         if len(self.dropped) == len(self._sharded):
             self.reset()
+
+    def _wrap(self, slot: int, data: torch.Tensor) -> DTensor:
+        """This rank's rows of a parameter's final gradient, in `data`, as a DTensor."""
+        view = self._without_rows.get(slot)
+        if view is None:
+            spec = self._sharded[slot].megatron_fsdp_spec  # type: ignore[attr-defined]  # a tag, see param_tags.py
+            view = spec.wrap(data, self._final_spans[slot])
+            if 0 in self._final_spans[slot].shape:
+                self._without_rows[slot] = view
+        return view
 
     def note_dropped(self) -> None:
         """Notices gradients that users have taken off their parameters, as by `p.grad = None`."""
