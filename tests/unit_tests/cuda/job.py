@@ -264,7 +264,7 @@ def gathered(dtype: str, strategy: int, options: dict[str, Any]) -> dict[str, An
     offered = sum(gather.nbytes for gather in gathers)
     dist.barrier()
     before = _not_torchs()
-    del ours, optimizer, loss
+    del ours, optimizer, loss, gathers
     dist.barrier()  # what a peer still maps is not free
     torch.cuda.synchronize()
     return {"losses": losses, "offered": offered, "given_back": before - _not_torchs()}
