@@ -161,9 +161,10 @@ def strategy_name(value: str | int, option: str, allowed: tuple[str, ...] = tupl
         ValueError: `value` names no strategy that `option` allows.
     """
     names = tuple(RESTING)
-    is_number = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names)
-    name = names[value] if is_number else value
-    if name not in allowed:
+    name = value
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
+        name = names[value]
+    if not isinstance(name, str) or name not in allowed:
         choices = ", ".join(f"{name!r} ({names.index(name)})" for name in allowed)
         raise ValueError(f"{option}={value!r} is not a sharding strategy; expected one of {choices}")
     return name
@@ -219,6 +220,10 @@ class EngineConfig(DistributedDataParallelConfig):
         NotImplementedError: an option asks for a feature that is not there.
     """
 
+    data_parallel_sharding_strategy: str = NO_SHARD
+    """By name."""
+    outer_dp_sharding_strategy: str = NO_SHARD
+    """By name."""
     mixed_precision_policy: MixedPrecisionPolicy = DEFAULT_POLICY
     """The dtypes to use: those of the policy that was given, and of the fields `megatron_fsdp_*_dtype`."""
     fsdp_unit_modules: Sequence[type | str] | None = None

@@ -32,6 +32,7 @@ class SymmetricMemory:
 
     def __init__(self, nbytes: int, axis: Axis, device: Device):
         self._nbytes = nbytes
+        assert device.number is not None and axis.gather_group is not None, "peers are on GPUs, and several"
         place = torch.device("cuda", device.number)
         self._tensor, self._handle = symmetric_memory(nbytes, place, axis.gather_group)
 
@@ -97,8 +98,9 @@ class PeerGather:
         """
         if not out.numel():
             return
+        assert self._memory is not None, "allocated for the largest shard"
         pieces = out.view(torch.uint8).chunk(self.axis.size)
-        shards = self._shards(pieces[0].numel())
+        shards = self._shards(self._memory, pieces[0].numel())
         own = shards[self.axis.rank]
         own.view(out.dtype).copy_(shard)
         self._memory.barrier()
@@ -106,14 +108,14 @@ class PeerGather:
             if pieces[rank].data_ptr() != shard.data_ptr():
                 pieces[rank].copy_(shards[rank])
 
-    def _shards(self, nbytes: int) -> list[torch.Tensor]:
+    def _shards(self, memory: SymmetricMemory, nbytes: int) -> list[torch.Tensor]:
         """Every rank's `nbytes` of the next gather."""
         buffer, self._turn = self._turn, (self._turn + 1) % BUFFERS
         if (buffer, nbytes) not in self._views:
             assert nbytes <= self._buffer_nbytes, (nbytes, self._buffer_nbytes)
             start = buffer * self._buffer_nbytes
-            whole = [self._memory.of(rank) for rank in range(self.axis.size)]
-            self._views[buffer, nbytes] = [memory[start : start + nbytes] for memory in whole]
+            whole = [memory.of(rank) for rank in range(self.axis.size)]
+            self._views[buffer, nbytes] = [buffers[start : start + nbytes] for buffers in whole]
         return self._views[buffer, nbytes]
 
 

@@ -6,11 +6,19 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
-#: A stream's work, and a point in it. On the CPU work is finished when its call returns, so waiting does nothing.
-Stream = torch.cuda.Stream | torch.cpu.Stream
+
+class Stream(Protocol):
+    """`torch.cuda.Stream` or `torch.cpu.Stream`; on the CPU work is finished when its call returns."""
+
+    def wait_stream(self, stream: Any, /) -> None:  # Any: each waits for its own kind, and a process has one kind
+        """Makes later work wait for what is on `stream`."""
+
+
+#: A point in a stream's work. On the CPU waiting for it does nothing.
 Event = torch.Event | torch.cpu.Event
 
 
@@ -25,8 +33,11 @@ class HostTime:
         return (later.time_s - self.time_s) * 1000
 
 
-#: A point in a stream's work with a clock: `earlier.elapsed_time(later)`, once the device has come to both.
-TimedEvent = torch.Event | HostTime
+class TimedEvent(Protocol):
+    """A point in a stream's work with a clock: `torch.Event` or `HostTime`."""
+
+    def elapsed_time(self, later: Any, /) -> float:  # Any: of its own kind
+        """Milliseconds until `later`, once the device has come to both."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +89,9 @@ class Device:
         """Makes the current stream and `streams` wait for each other."""
         current = self.current_stream()
         for stream in streams:
-            current.wait_stream(stream)  # type: ignore[arg-type]  # both are of this device
+            current.wait_stream(stream)
         for stream in streams:
-            stream.wait_stream(current)  # type: ignore[arg-type]
+            stream.wait_stream(current)
 
     @property
     def number(self) -> int | None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -114,12 +115,12 @@ class FSDPDistributedIndex:
                         "mean first."
                     ) from None
 
-    def _register_submeshes(self) -> dict[tuple[str | bool, ...], DeviceMesh]:
+    def _register_submeshes(self) -> dict[tuple[str | bool | None, ...], DeviceMesh]:
         outer, shard, tp = self.dp_outer_dim, self.dp_shard_dim, self.tp_dim
         combinations = [(tp,), (outer, shard, tp), (shard, tp), (outer, shard), (shard,)]
-        library: dict[tuple[str | bool, ...], DeviceMesh] = {}
+        library: dict[tuple[str | bool | None, ...], DeviceMesh] = {}
         for is_expert, mesh in self._meshes.items():
-            for dims in (dims for dims in combinations if None not in dims):
+            for dims in (tuple(dim for dim in dims if dim is not None) for dims in combinations if None not in dims):
                 with contextlib.suppress(KeyError, RuntimeError):  # torch slices dimensions in the mesh's own order
                     library[dims + (is_expert,)] = mesh[dims]
         return library
@@ -152,7 +153,7 @@ class FSDPDistributedIndex:
         mesh = self.mesh_library.get((self.dp_outer_dim, self.dp_shard_dim, is_expert))
         if mesh is None:
             raise ValueError(
-                f"{mesh_name} with dimensions {self.get_root_mesh(is_expert).mesh_dim_names} has no sub-mesh of "
+                f"{mesh_name} with dimensions {self._meshes[is_expert].mesh_dim_names} has no sub-mesh of "
                 f"({self.dp_outer_dim!r}, {self.dp_shard_dim!r}); the outer dimension must come first, and not overlap."
             )
         own, wanted = sorted(_ranks(group)), sorted(mesh.mesh.flatten().tolist())
@@ -162,7 +163,7 @@ class FSDPDistributedIndex:
                 f"{self.dp_shard_dim!r} of {mesh_name}."
             )
 
-    def get_submesh(self, mesh_dim_names: str | tuple[str, ...], is_expert_parallel: bool = False) -> DeviceMesh:
+    def get_submesh(self, mesh_dim_names: str | tuple[str | None, ...], is_expert_parallel: bool = False) -> DeviceMesh:
         """The mesh of these dimensions.
 
         Raises:
@@ -178,9 +179,11 @@ class FSDPDistributedIndex:
 
     def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup:
         """All data-parallel ranks: (outer, shard) under hybrid sharding, else the shard dimension."""
-        if not self.use_hybrid_fsdp:
-            return self.get_fsdp_group(is_expert_parallel)
-        return self.hybrid_fsdp_expt_group if is_expert_parallel else self.hybrid_fsdp_group
+        if self.use_hybrid_fsdp:
+            group = self.hybrid_fsdp_expt_group if is_expert_parallel else self.hybrid_fsdp_group
+        else:
+            group = self.get_fsdp_group(is_expert_parallel)
+        return cast(dist.ProcessGroup, group)  # None only for experts without a mesh, of which nobody asks
 
     def get_fsdp_group(
         self, is_expert_parallel: bool = False, independent_all_gather: bool = False
@@ -194,7 +197,7 @@ class FSDPDistributedIndex:
         """The ranks of the outer dimension; None without hybrid sharding."""
         return self.expt_outer_fsdp_group if is_expert_parallel else self.outer_fsdp_group
 
-    def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh:
+    def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh | None:
         """The mesh that was given for these parameters."""
         return self.expt_device_mesh if is_expert_parallel else self.device_mesh
 
@@ -206,8 +209,8 @@ class FSDPDistributedIndex:
         """
         if not self.hsdp_outer_dp_shard:
             raise RuntimeError("there is one logical rank order only when outer_dp_sharding_strategy is 'optim'.")
-        outer = self.get_outer_fsdp_group(is_expert_parallel)
-        return self.get_fsdp_group(is_expert_parallel).rank() * outer.size() + outer.rank()
+        outer, inner = self.axes(is_expert_parallel)
+        return inner.rank * outer.size + outer.rank
 
     @property
     def holds_first_experts(self) -> bool:

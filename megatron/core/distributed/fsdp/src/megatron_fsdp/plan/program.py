@@ -140,7 +140,8 @@ def union(traces: Iterable[Trace]) -> Trace:
     Between what two traces have in common, units come in the order of registration, in a backward in the reverse of it.
     """
     distinct = sorted(set(traces), key=lambda trace: (-len(trace), trace))
-    return _sorted(distinct) or functools.reduce(_merged, distinct, ())
+    nothing: Trace = ()
+    return _sorted(distinct) or functools.reduce(_merged, distinct, nothing)
 
 
 def _sorted(traces: Sequence[Trace]) -> Trace | None:
@@ -217,6 +218,7 @@ def _place(tokens: list[Token], unit: int, facts: Sequence[UnitFacts], *, is_bac
     if is_backward:
         over = [n for n, token in enumerate(tokens) if token == (OVER, parent)]
         return over[-1] if over else len(tokens)
+    assert parent is not None, "a forward of the whole model enters the root"
     return tokens.index((ENTER, parent)) + 1
 
 

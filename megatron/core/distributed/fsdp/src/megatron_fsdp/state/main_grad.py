@@ -163,7 +163,8 @@ class MainGrad:
         self._restart_if_final()
         if self.staged is not None:  # fused kernels overwrite, so their gradients came through a buffer of their own
             self._write(self.staged, accumulate=False)
-            self._add(self._unstage())
+            self._add(self.staged)
+            self._unstage()
         else:
             self._write(self.buffer, accumulate=self.state is not GradState.EMPTY)
         self.state = GradState.ACCUMULATING
@@ -176,7 +177,8 @@ class MainGrad:
         the group is reduced before that, and again when the rest has been accumulated.
         """
         if any(holder() is not None for holder in self._wgrads.values()):
-            held = self._unstage()
+            held = self._stage()
+            self._unstage()
             self._stage().data.copy_(held.data)  # gradients of fused kernels may be nowhere else
 
     def _take_grads(self) -> list[torch.Tensor | None]:

@@ -184,4 +184,4 @@ class ParamGroup:
     def _sharding_groups(self) -> Sequence[torch.distributed.ProcessGroup]:
         """Groups over which a parameter's main weight is sharded."""
         pairs = zip(self.spec.axes, self.plan.main_weight, REPLICATED, strict=True)
-        return [axis.group for axis, place, whole in pairs if place is not whole and axis.size > 1]
+        return [axis.group for axis, place, whole in pairs if place is not whole and axis.group is not None]

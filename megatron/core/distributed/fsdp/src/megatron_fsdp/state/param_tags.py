@@ -6,6 +6,10 @@ import torch
 
 NO_SHARD_TAG = "_fsdp_no_shard"
 SINGLE_OWNER_TAG = "_fsdp_single_owner"
+SPEC_TAG = "megatron_fsdp_spec"
+"""On a sharded parameter: its layout, a `ShardSpec`."""
+OWNER_TAG = "_megatron_fsdp_owner"
+"""On a sharded parameter: a weak reference to its model, by which an optimizer finds it."""
 #: Read by megatron-core, TransformerEngine or optimizers from whatever object stands for the parameter.
 PARAM_TAGS: tuple[str, ...] = (
     NO_SHARD_TAG,

@@ -65,6 +65,11 @@ class TpPartition:
         return self.dim is not None and self.size > 1
 
     @property
+    def cut_dim(self) -> int | None:
+        """The dim in which ranks have different parts; None if they have not."""
+        return self.dim if self.is_cut else None
+
+    @property
     def counts_here(self) -> bool:
         """A sum over all ranks' elements takes this rank's: of copies, the first one's."""
         return self.is_cut or self.rank == 0
@@ -72,16 +77,16 @@ class TpPartition:
     def whole_shape(self, local_shape: torch.Size) -> torch.Size:
         """Shape of the parameter of which the local tensors are parts."""
         shape = list(local_shape)
-        if self.is_cut:
-            shape[self.dim] *= self.size
+        if (dim := self.cut_dim) is not None:
+            shape[dim] *= self.size
         return torch.Size(shape)
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of the whole tensor."""
-        if not self.is_cut:
+        if (dim := self.cut_dim) is None:
             return whole
-        parts = whole.unflatten(self.dim, (self.blocks, self.size, -1)).select(self.dim + 1, self.rank)
-        return parts.flatten(self.dim, self.dim + 1)
+        parts = whole.unflatten(dim, (self.blocks, self.size, -1)).select(dim + 1, self.rank)
+        return parts.flatten(dim, dim + 1)
 
     def ranges(self, low: int, high: int, length: int) -> Iterator[TpRange]:
         """Positions in the whole dim of the indices [low, high) of the local split dim, which has `length`."""
