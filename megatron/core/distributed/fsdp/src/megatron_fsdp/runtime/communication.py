@@ -14,7 +14,7 @@ from megatron_fsdp.machine.device import Device, Event
 from megatron_fsdp.runtime.timeline import Kind, Timeline
 from megatron_fsdp.runtime.unit import Unit
 from megatron_fsdp.state.flat_buffer import FlatBuffer
-from megatron_fsdp.state.main_grad import GradState
+from megatron_fsdp.state.main_grad import GradState, MainGrad
 from megatron_fsdp.state.param_group import ParamGroup
 
 #: Low-precision copies that the outer axis may still be reading while the inner axis goes on.
@@ -54,7 +54,7 @@ class Gatherer:
         if not stale:
             return
         if self._installed is not None:
-            self._see_install()
+            self._see_install(self._installed)
         with self._device.use(self._outer_stream):
             with self._timeline.communicates(Kind.OUTER, unit):
                 for group in stale:
@@ -74,7 +74,7 @@ class Gatherer:
         if unit.refreshing:
             self.refresh(unit)
         if self._installed is not None:
-            self._see_install()
+            self._see_install(self._installed)
         with self._device.use(self._stream):
             if unit.refresh_event is not None:
                 unit.refresh_event.wait()
@@ -111,10 +111,10 @@ class Gatherer:
                     event.wait()
         unit.refresh_event = unit.gather_event = None
 
-    def _see_install(self) -> None:
+    def _see_install(self, installed: Event) -> None:
         for stream in self.streams:
             with self._device.use(stream):
-                self._installed.wait()
+                installed.wait()
         self._installed = None
 
 
@@ -157,7 +157,7 @@ class Reducer:
             if group.main_grad is None:
                 continue
             if group.plan.reduces_each_microbatch:
-                self._make_room(group)
+                self._make_room(group.main_grad)
             elif group.main_grad.state is not GradState.ACCUMULATING:  # about to be opened on this stream
                 self.wait()
             if self.before_collect is not None:
@@ -185,8 +185,9 @@ class Reducer:
         """
         if unit is not self._staging and self._staging is not None and self._staging.has_staged_grads:
             return None
+        assert group.main_grad is not None, "a trainable group"
         if group.main_grad.staged is None:
-            self._make_room(group)
+            self._make_room(group.main_grad)
         self._staging = unit
         return group.main_grad.wgrad_out(slot)
 
@@ -238,7 +239,7 @@ class Reducer:
             _, read = self._crossing.popleft()
             read.wait()
 
-    def _make_room(self, group: ParamGroup) -> None:
+    def _make_room(self, main_grad: MainGrad) -> None:
         """Drains older reductions until the slot of the group's staged gradients is free."""
-        while self.in_flight and not group.main_grad.has_room:
+        while self.in_flight and not main_grad.has_room:
             self.drain(next(iter(self.in_flight)))

@@ -44,6 +44,7 @@ def install_hooks(schedule: Schedule, guard: Guard) -> None:
     for unit in schedule.units:
         hooks = _UnitHooks(weakref.ref(schedule), weakref.ref(unit), guard)
         module = unit.module()
+        assert module is not None, "the model is being sharded"
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(hooks.post_forward, with_kwargs=True)
         if unit.is_root:
@@ -58,7 +59,7 @@ class _UnitHooks:
     schedule: weakref.ref[Schedule]
     unit: weakref.ref[Unit]
     guard: Guard
-    input_versions: dict[int, int] = dataclasses.field(default_factory=dict)
+    input_versions: dict[int, int | None] = dataclasses.field(default_factory=dict)
     """Version counters, by id, of the tensors that the forward in progress was given."""
     is_called_by_hand: bool = False
     """Passes have begun with the unit, so its module tells when its forward has raised, as the root's always does."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ def install(schedule: Schedule) -> None:
                     continue
                 param.grad_dtype = None  # as it is computed, even if that is wider than the weight
                 out = _WgradOut(weakref.ref(schedule), weakref.ref(unit), weakref.ref(group), slot)
-                param.__class__, param.wgrad_out = LinearWeight, out
+                param.__class__, vars(param)["wgrad_out"] = LinearWeight, out
                 if group.spec.comm_dtype is param.dtype:  # compiled gradients have the weight's dtype
                     _WGRAD_OUTS[torch_compat.storage_id(param), param.storage_offset()] = out
 
@@ -55,7 +55,9 @@ class _WgradOut:
     def product(self, grad: torch.Tensor, input: torch.Tensor, *, is_compiled: bool = False) -> torch.Tensor:
         """The weight's gradient, in that memory or, if it is taken or somebody may keep the gradient, in new memory."""
         out, schedule, unit, group = None, self.schedule(), self.unit(), self.group()
-        if schedule is not None and group is not None and torch_compat.only_accumulates(group.params[self.slot]):
+        if schedule is None or unit is None or group is None or group.main_grad is None:
+            return grad.t() @ input
+        if torch_compat.only_accumulates(group.params[self.slot]):
             out = schedule.wgrad_out(unit, group, self.slot)
         if out is None:
             return grad.t() @ input
@@ -64,7 +66,7 @@ class _WgradOut:
         return torch_compat.multiply_into(grad.t(), input, out)
 
 
-_WGRAD_OUTS: weakref.WeakValueDictionary[tuple[int, int], _WgradOut] = weakref.WeakValueDictionary()
+_WGRAD_OUTS: weakref.WeakValueDictionary[tuple[int, int | torch.SymInt], _WgradOut] = weakref.WeakValueDictionary()
 """By storage and offset, which a weight keeps: compiled code and checkpoints hand on another object than the weight."""
 
 
@@ -75,7 +77,11 @@ class LinearWeight(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable,
+        types: tuple[type[torch.Tensor], ...],
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Calls `func`, or for `F.linear` what stands in for it."""
         if len(types) > 1 and (others := tuple(other for other in types if not issubclass(cls, other))):
@@ -83,7 +89,7 @@ class LinearWeight(nn.Parameter):
         with torch_compat.without_overrides():
             return (_linear if func is F.linear else func)(*args, **(kwargs or {}))
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         """Saved as a parameter like any other."""
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
@@ -107,15 +113,16 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 class _Linear(torch.autograd.Function):
     """`F.linear`, with torch's own products in backward, but for where one of them is written."""
 
+    # `ctx` is Any because it holds what `forward` puts on it.
     @staticmethod
-    def forward(ctx, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
         ctx.wgrad_out = getattr(weight, "wgrad_out", None)
         # Of a batch torch gives a view of rows, and views that leave such a function cannot be changed in place.
         return F.linear(input, weight, bias).data
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight = ctx.saved_tensors  # a checkpoint runs its forward again here, overrides and all
         of_input, of_weight, of_bias = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])

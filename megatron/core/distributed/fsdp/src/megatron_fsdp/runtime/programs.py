@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.config import REDUCTIONS_IN_FLIGHT, UNITS_AHEAD, EngineConfig
-from megatron_fsdp.machine.collectives import all_gather, largest
+from megatron_fsdp.machine.collectives import Axis, all_gather, largest
 from megatron_fsdp.plan import program as plan
 from megatron_fsdp.plan.double_buffer import BUFFERS
 from megatron_fsdp.plan.program import ENTER, EVENTS, REDUCE, Program, Trace
 from megatron_fsdp.runtime.unit import Unit, contains
-from megatron_fsdp.state.flat_buffer import Axes
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ class Key(NamedTuple):
 class Consensus:
     """Agreement between all ranks of a model, for passes that no program covers yet. Steady steps ask nothing."""
 
-    axes: Axes
+    axes: tuple[Axis, ...]
     """Data-parallel axes that reach all ranks, as those of experts need not; empty if there is nothing to agree on."""
     device: torch.device
 
@@ -61,7 +60,7 @@ class Consensus:
 
     def largest(self, numbers: Sequence[int | bool]) -> list[int]:
         """The largest of each of the numbers over all ranks. **Collective**."""
-        return largest(numbers, [axis.gather_group for axis in self.axes if axis.size > 1], self.device)
+        return largest(numbers, [axis.gather_group for axis in self.axes if axis.gather_group is not None], self.device)
 
     def smallest(self, numbers: Sequence[int | bool]) -> list[int]:
         """The smallest of each of the numbers over all ranks. **Collective**."""
@@ -76,8 +75,8 @@ class Consensus:
             rows = table.repeat(axis.size, 1)
             all_gather(rows.view(-1), table.view(-1), axis)
             table = rows
-        rows = set(map(tuple, table.tolist()))
-        return [tuple((EVENTS[code % len(EVENTS)], code // len(EVENTS)) for code in row if code >= 0) for row in rows]
+        found = set(map(tuple, table.tolist()))
+        return [tuple((EVENTS[code % len(EVENTS)], code // len(EVENTS)) for code in row if code >= 0) for row in found]
 
 
 class Programs:
@@ -100,10 +99,11 @@ class Programs:
         """Programs that do everything in place."""
         self._rewritten: dict[Key, Program] = {}
         """Programs that run."""
-        if config.fsdp_residency_bytes not in (0, "auto"):
-            self.keep_resident(min(config.fsdp_residency_bytes, _MOST_NBYTES), range(1, len(units)))
+        nbytes = config.fsdp_residency_bytes
+        if isinstance(nbytes, int) and nbytes != 0:
+            self.keep_resident(min(nbytes, _MOST_NBYTES), range(1, len(units)))
             if not self.resident and dist.get_rank() == 0:
-                self._warn_of_residency(config.fsdp_residency_bytes)
+                self._warn_of_residency(nbytes)
 
     @property
     def resharded(self) -> frozenset[int]:

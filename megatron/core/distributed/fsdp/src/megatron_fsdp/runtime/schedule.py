@@ -7,7 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron_fsdp.config import EngineConfig
 from megatron_fsdp.machine.collectives import GradScale
-from megatron_fsdp.machine.device import Device
+from megatron_fsdp.machine.device import Device, Stream
 from megatron_fsdp.machine.torch_compat import graph_task, in_backward, on_backward_end, uncompiled, without_overrides
 from megatron_fsdp.plan import program as plan
 from megatron_fsdp.plan.program import Program, Token
@@ -181,7 +181,7 @@ class Schedule:
         return [self.units[number] for number in sorted(self.programs.resident)]
 
     @property
-    def gather_stream(self) -> object:
+    def gather_stream(self) -> Stream:
         """The stream on which gathered weights get their storage and give it back."""
         return self._gatherer.streams[0]
 
@@ -211,11 +211,11 @@ class Schedule:
 
         Where compute weights are not kept, no forward runs, and no earlier forward has a backward, until `install`.
         """
-        stepped = set(map(id, stepped))
+        stepped_ids = set(map(id, stepped))
         groups = [group for unit in self.units for group in unit.groups if not group.keeps_installed]
         overwritten = {id(param) for group in groups if group.requires_grad for param in group.params}
         params = (param for unit in self.units for param in unit.params if id(param.unsharded) in overwritten)
-        lost = [param.fqn for param in params if id(param.sharded) in stepped]
+        lost = [param.fqn for param in params if id(param.sharded) in stepped_ids]
         self.generation += bool(lost)
         self.lost_weights = [*dict.fromkeys([*(self.lost_weights or ()), *lost])]
 
@@ -241,6 +241,7 @@ class Schedule:
         if begins:
             self._begin_forward(unit)
         running = self._forward
+        assert running is not None, "a forward has begun"
         self._open_call(unit, running.key, running.number)
         self._reach(running, plan.ENTER, unit.number)
         unit.show_unsharded()
@@ -396,6 +397,7 @@ class Schedule:
     def finish_backward(self) -> None:
         """The outermost backward is over: runs the rest of the program, or records it. **Collective**."""
         running = self._backward
+        assert running is not None, "called at the end of a backward that has begun"
         running.trace += [(plan.OVER, number) for number in dict.fromkeys(use[0] for use in reversed(running.uses))]
         self._end_all_uses(running)
         self._finish(running)
@@ -418,8 +420,9 @@ class Schedule:
             return
         running = self._backward
         self._reducer.drain_all()
-        for group in (group for unit in self.units for group in unit.groups if group.main_grad is not None):
-            group.main_grad.discard()
+        for main_grad in (group.main_grad for unit in self.units for group in unit.groups):
+            if main_grad is not None:
+                main_grad.discard()
         self._end_all_uses(running)
         self._finish(running)  # other ranks may have come farther
         self._reducer.drain_all()
@@ -451,21 +454,22 @@ class Schedule:
         """The rank has come to an event of the pass: runs the operations in front of its marker. **Collective**."""
         token = (event, number)
         running.trace.append(token)
-        if running.program is not None:
-            markers = running.program.markers.get(token, ())
+        program = running.program
+        if program is not None:
+            markers = program.markers.get(token, ())
             following = bisect.bisect_left(markers, running.pc)
             if following < len(markers):
-                self._run(running, markers[following] + 1)
+                self._run(running, program, markers[following] + 1)
                 return
-            if self._is_ready(running, number):
+            if self._is_ready(running, program, number):
                 return
-            self._leave_program(running)
+            self._leave_program(running, program)
         if event in plan.BEGINS:
             self._lockstep(running, number)
 
-    def _run(self, running: Pass, stop: int) -> None:
-        """Runs the operations before program counter `stop`. **Collective**."""
-        ops = running.program.ops
+    def _run(self, running: Pass, program: Program, stop: int) -> None:
+        """Runs the operations of the pass's program before program counter `stop`. **Collective**."""
+        ops = program.ops
         while running.pc < stop:
             kind, number, _ = ops[running.pc]
             running.pc += 1
@@ -491,30 +495,30 @@ class Schedule:
         if running.program is None:
             self._lockstep(running, None)
         else:
-            self._run(running, len(running.program.ops))
+            self._run(running, running.program, len(running.program.ops))
 
-    def _is_ready(self, running: Pass, number: int) -> bool:
+    def _is_ready(self, running: Pass, program: Program, number: int) -> bool:
         """A backward needs no operation for an event of the unit: it is gathered here, and its reduction is to come.
 
         If ranks differ, units that a rank leaves out at a checkpoint's end move the begin of recomputation, so that an
         event may come where no rank had it. Ranks that are alike record it.
         """
         unit = self.units[number]
-        if running.program.is_spmd or not running.key.is_backward or unit.is_gathered != unit.gathers_weights:
+        if program.is_spmd or not running.key.is_backward or unit.is_gathered != unit.gathers_weights:
             return False
-        ahead = running.program.ops[running.pc :]
+        ahead = program.ops[running.pc :]
         is_ready = not unit.trainable or plan.Op(plan.REDUCE, number) in ahead
         if is_ready:
             self._gatherer.wait_for(unit)  # it may have been prefetched
         return is_ready
 
-    def _leave_program(self, running: Pass) -> None:
+    def _leave_program(self, running: Pass, program: Program) -> None:
         """An event that the program does not have: the rest of the pass runs in lockstep, if ranks were alike.
 
         Raises:
             RuntimeError: they had differed when the program was recorded.
         """
-        if not running.program.is_spmd:
+        if not program.is_spmd:
             where = self._where(running)
             self._finish(running)  # so that no rank waits for this one
             raise RuntimeError(
@@ -523,8 +527,8 @@ class Schedule:
                 "steps that run other units a model.schedule.phase()."
             )
         (furthest,) = self._consensus.largest([running.pc])
-        self._run(running, furthest)
-        running.reduced = {op.unit for op in running.program.ops[:furthest] if op.kind == plan.REDUCE}
+        self._run(running, program, furthest)
+        running.reduced = {op.unit for op in program.ops[:furthest] if op.kind == plan.REDUCE}
         running.program = None
         self._reshard_gathered(self.programs.resharded)
 
@@ -568,7 +572,7 @@ class Schedule:
             if (unit.shows_unsharded or unit.is_gathered) and unit.number != kept:
                 self._reshard_unused(unit.number)
 
-    def _reshard_gathered(self, chosen: Collection[int]) -> None:
+    def _reshard_gathered(self, chosen: frozenset[int]) -> None:
         """Reshards those of the chosen units that programs have left gathered; this rank keeps what it uses."""
         for number in sorted(self._gathered & chosen):
             self._gathered.discard(number)
@@ -648,6 +652,7 @@ class Schedule:
                 self._reducer.drain(oldest)
 
     def _finalize(self, unit: Unit) -> None:
+        assert self._backward is not None, "gradients come in a backward"
         if self._backward.is_last:
             self._reducer.finalize(unit)
 
@@ -700,7 +705,7 @@ class Schedule:
         if program is None:
             self._gather(0)
         else:
-            self._run(Pass(key, 0, program), program.begin)
+            self._run(Pass(key, 0, program), program, program.begin)
 
     def gather_all(self) -> None:
         """Rebuilds every resting weight that is not current. **Collective**."""

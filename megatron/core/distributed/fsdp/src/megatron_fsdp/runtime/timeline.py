@@ -64,9 +64,10 @@ class Timeline:
         """All times since `start`; the host waits for the device."""
         self._turn_to(None)
         self._device.synchronize()
-        busy, exposed = collections.defaultdict(float), collections.defaultdict(float)
-        for unit, kind, start, end in self._beside:
-            busy[unit, kind] += start.elapsed_time(end)
+        busy: dict[tuple[Unit | None, Kind], float] = collections.defaultdict(float)
+        exposed: dict[tuple[Unit | None, Kind], float] = collections.defaultdict(float)
+        for served, kind, start, end in self._beside:
+            busy[served, kind] += start.elapsed_time(end)
         for (unit, kind, start), (_, _, end) in itertools.pairwise(self._compute):
             time_ms = start.elapsed_time(end)
             if kind is not Kind.COMPUTE:

@@ -45,13 +45,17 @@ class ManagedParam:
     fqns: tuple[str, ...]
     """Every name under the root module; the first one is canonical."""
     places: tuple[Place, ...]
-    sharded: nn.Parameter | None = None
-    """The DTensor over this rank's part of the main weight; what users and optimizers hold."""
+    sharded: nn.Parameter = dataclasses.field(init=False, repr=False)
+    """The DTensor over this rank's part of the main weight; what users and optimizers hold, from the build on."""
 
     @property
     def fqn(self) -> str:
         """The canonical name."""
         return self.fqns[0]
+
+
+_Holder = tuple[weakref.ref[nn.Module], dict[str, nn.Parameter], dict[str, nn.Parameter]]
+"""A module with the unsharded and the sharded parameters that it holds, by name."""
 
 
 class Unit:
@@ -123,12 +127,9 @@ class Unit:
                     holder._parameters.update(sharded)
 
     @functools.cached_property
-    def _holders(self) -> list[tuple[weakref.ref[nn.Module], dict[str, nn.Parameter], dict[str, nn.Parameter]]]:
-        """Every module that holds parameters of the unit, with the unsharded and the sharded ones by name.
-
-        Computed once parameters have both forms.
-        """
-        holders = {}
+    def _holders(self) -> list[_Holder]:
+        """Every module that holds parameters of the unit. Computed once parameters have both forms."""
+        holders: dict[int, _Holder] = {}
         for param in self.params:
             for place in param.places:
                 _, unsharded, sharded = holders.setdefault(id(place.module()), (place.module, {}, {}))
@@ -142,8 +143,9 @@ class Unit:
         have one batch and run one program. They walk parameters, not groups, in one order.
         """
         for param in self._tensor_parallel:
-            if param.grad is not None and param.grad.placements != param.placements:
-                param.grad = param.grad.redistribute(placements=param.placements)
+            grad = param.grad
+            if isinstance(grad, DTensor) and grad.placements != param.placements:
+                param.grad = grad.redistribute(placements=param.placements)
 
     def has_all_grads(self) -> bool:
         """Autograd has brought a gradient for every parameter in the backward that runs."""
