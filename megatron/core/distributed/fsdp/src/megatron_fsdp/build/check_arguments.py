@@ -16,7 +16,7 @@ from megatron_fsdp.machine.device import default_device_type
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.runtime.unit import ManagedParam
 from megatron_fsdp.state.codec import codec_for
-from megatron_fsdp.state.param_tags import is_expert_param
+from megatron_fsdp.state.param_tags import OWNER_TAG, is_expert_param
 from megatron_fsdp.state.tensor_parallel import local_part
 
 
@@ -32,7 +32,7 @@ def plan_model(module: nn.Module, config: EngineConfig, *, has_expert_mesh: bool
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a torch.nn.Module to shard, got {type(module).__name__}.")
-    if any(hasattr(param, "_megatron_fsdp_owner") for param in module.parameters()):
+    if any(hasattr(param, OWNER_TAG) for param in module.parameters()):
         raise ValueError("the module is sharded already; pass the original one.")
     _check_device(config)
     _check_initialized(module)

@@ -42,10 +42,10 @@ def materialize(plan: UnitPlan, device: torch.device) -> None:
     for module in _children_first(plan.module):
         if module in holders:
             _reset(module, {name for _, holder, name in firsts if holder is module}, device)
-    for param, module, name in firsts:
+    for param, holder, name in firsts:
         # reset_parameters may have made new Parameters.
-        if getattr(module, name) is not param.unsharded:
-            _replace(param, getattr(module, name).data)
+        if getattr(holder, name) is not param.unsharded:
+            _replace(param, getattr(holder, name).data)
 
 
 @torch.no_grad()
@@ -67,7 +67,9 @@ def _reset(module: nn.Module, names: Collection[str], device: torch.device) -> N
         setattr(module, name, nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad))
     for name, buffer in _meta_buffers(module):
         setattr(module, name, torch.empty_like(buffer, device=device))
-    _reset_of(module)()
+    reset = _reset_of(module)
+    assert reset is not None, "checked before sharding"
+    reset()
     for name, param in others:
         setattr(module, name, param)
 

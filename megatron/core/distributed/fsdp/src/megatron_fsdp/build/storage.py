@@ -98,7 +98,7 @@ def register_late(pool: StoragePool, config: EngineConfig) -> None:
     Raises:
         RuntimeError: they are not to be registered, or not by hand, or have been.
     """
-    if not config.fsdp_manual_registration:
+    if not (config.fsdp_manual_registration and isinstance(pool, DoubleBufferPool)):
         raise RuntimeError("manual_buffer_registration() needs nccl_ub=True and fsdp_manual_registration=True.")
     if pool.memory.is_registered:
         raise RuntimeError("the communication buffers are registered already; call manual_buffer_registration() once.")
