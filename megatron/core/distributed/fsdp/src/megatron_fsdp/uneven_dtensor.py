@@ -175,7 +175,7 @@ def split_dtensor(
     pieces, start = [], 0
     for whole in wholes:
         part, offset = narrow(local, chunk.offsets[dim] if chunk else 0, dim, start, whole.shape[dim])
-        offsets = chunk and [*chunk.offsets[:dim], offset, *chunk.offsets[dim + 1 :]]
+        offsets = [*chunk.offsets[:dim], offset, *chunk.offsets[dim + 1 :]] if chunk else None
         pieces.append(part_of(dtensor, part, whole.shape, offsets))
         start += whole.shape[dim]
     return pieces
@@ -221,7 +221,7 @@ def _offsets(dtensor: DTensor, cuts: dict[int, list[int]], extents: Sequence[tor
 
     None if they do not add up to the global ones; all ranks see that alike.
     """
-    coordinate, offsets = dtensor.device_mesh.get_coordinate(), []
+    coordinate, offsets = tuple(dtensor.device_mesh.get_coordinate() or ()), []
     for dim, extent in enumerate(extents):
         start = torch.zeros_like(extent)
         for axis in reversed(cuts.get(dim, ())):  # the finest cut first
@@ -229,7 +229,7 @@ def _offsets(dtensor: DTensor, cuts: dict[int, list[int]], extents: Sequence[tor
             extent = extent.sum(axis, keepdim=True).expand_as(extent)
         if (extent != dtensor.shape[dim]).any():
             return None
-        offsets.append(int(start[tuple(coordinate)]))
+        offsets.append(int(start[coordinate]))
     return offsets
 
 

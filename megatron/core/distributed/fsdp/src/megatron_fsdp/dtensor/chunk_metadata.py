@@ -123,7 +123,10 @@ def attach_chunks(
     cut_axes, coordinate = cutting_axes(dtensor), dtensor.device_mesh.get_coordinate() or ()
     is_writer = all(axis in cut_axes or at == 0 for axis, at in enumerate(coordinate))
     attached = AttachedChunks(tuple(chunks), is_writer, not any(coordinate), taken_name)
-    methods = {CREATE_CHUNK_LIST: attached.create_chunk_list, CREATE_WRITE_ITEMS: attached.create_write_items}
+    methods: dict[str, Callable[..., object]] = {
+        CREATE_CHUNK_LIST: attached.create_chunk_list,
+        CREATE_WRITE_ITEMS: attached.create_write_items,
+    }
     vars(local_tensor(dtensor)).update(methods)
     if len(chunks) > 1:
         methods[GET_TENSOR_SHARD] = ShardMethod(_shard_at, local_tensor(dtensor), attached.chunks, dim)
@@ -135,7 +138,8 @@ def _shard_at(
     local: torch.Tensor, chunks: Sequence[ChunkStorageMetadata], dim: int, index: MetadataIndex
 ) -> torch.Tensor:
     """The memory of the chunk that `index` names."""
-    return split_chunks(local.detach(), chunks, dim)[[chunk.offsets for chunk in chunks].index(index.offset)]
+    offsets: list[torch.Size | None] = [chunk.offsets for chunk in chunks]
+    return split_chunks(local.detach(), chunks, dim)[offsets.index(index.offset)]
 
 
 def split_chunks(local: torch.Tensor, chunks: Sequence[ChunkStorageMetadata], dim: int) -> Sequence[torch.Tensor]:
@@ -169,9 +173,9 @@ def part_of(
 
     For torch's checkpointing, if the part lies at `offsets`: torch's own `full_tensor` is wrong on it.
     """
-    shape = torch.Size(shape)
-    layout = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
-    part = DTensor.from_local(local, dtensor.device_mesh, dtensor.placements, run_check=False, **layout)
+    size, mesh, placements = torch.Size(shape), dtensor.device_mesh, dtensor.placements
+    stride = torch.empty(size, device="meta").stride()
+    part = DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
     if offsets is not None:
         attach_chunk_metadata(part, offsets, local.shape, taken_name)
     return part
@@ -191,7 +195,9 @@ def with_rows(dtensor: DTensor, rows: int) -> DTensor:
 
     Shares memory; for torch's checkpointing only. ValueError if the local tensor is made of several chunks.
     """
-    first, *rest = attached_chunk(dtensor).offsets
+    chunk = attached_chunk(dtensor)
+    assert chunk is not None, "the caller has attached it"
+    first, *rest = chunk.offsets
     local, offset = narrow(local_tensor(dtensor).detach(), first, 0, 0, rows)
     return part_of(dtensor, local, (rows, *dtensor.shape[1:]), (offset, *rest))
 

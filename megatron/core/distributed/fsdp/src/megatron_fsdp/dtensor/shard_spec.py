@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,7 @@ from megatron_fsdp.plan.strategy import Placement
 from megatron_fsdp.runtime.unit import ManagedParam
 from megatron_fsdp.state.flat_buffer import FlatSpan, local_bounds
 from megatron_fsdp.state.param_group import ParamGroup
-from megatron_fsdp.state.param_tags import copy_tags
+from megatron_fsdp.state.param_tags import SPEC_TAG, copy_tags
 from megatron_fsdp.state.tensor_parallel import TpPartition, TpRange
 
 
@@ -57,7 +59,7 @@ class ShardSpec:
         """This rank's elements of the global tensor, in the order in which they lie in the local one."""
         self._spec_in = functools.cache(functools.partial(dtensor_spec, self.mesh, self.placements, self.shape))
         """From a dtype to torch's own description of tensors that lie so."""
-        self._dcp_methods: dict[str, object] = {}
+        self._dcp_methods: dict[str, Callable[..., object]] = {}
         """Attributes for torch DCP, the same for all tensors of a single chunk; those of several hold their tensor."""
 
     def __deepcopy__(self, memo: dict) -> ShardSpec:
@@ -119,9 +121,9 @@ class ShardSpec:
         offsets, sizes, cut = [0] * len(self.shape), list(self.local_shape), self.cut_over_tp
         if self.shape:
             offsets[0] = self.first_row
-        if not cut.is_cut:
+        if (dim := cut.cut_dim) is None:
             return [chunk_at(offsets, sizes)]
-        dim, low, length = cut.dim, offsets[cut.dim], self._part_shape[cut.dim]
+        low, length = offsets[dim], self._part_shape[dim]
         found = list(cut.ranges(low, low + sizes[dim], length)) or [TpRange(0, cut.rank * length + low, 0)]
         return [
             chunk_at([*offsets[:dim], whole, *offsets[dim + 1 :]], [*sizes[:dim], count, *sizes[dim + 1 :]])
@@ -141,13 +143,13 @@ class ShardSpec:
         cut, local = self.cut_over_tp, dtensor.to_local().detach()
         rows, offset = narrow(local, self.first_row, 0, first, count)
         shape, offsets = [count, *self._part_shape[1:]], [offset] + [0] * (len(self.shape) - 1)
-        if cut.is_cut:
-            assert cut.dim == 0 or cut.blocks == 1, "blocks of another dim than the rows lie apart"
-            offsets[cut.dim] += cut.rank * shape[cut.dim]
-            shape[cut.dim] *= cut.size
+        if (dim := cut.cut_dim) is not None:
+            assert dim == 0 or cut.blocks == 1, "blocks of another dim than the rows lie apart"
+            offsets[dim] += cut.rank * shape[dim]
+            shape[dim] *= cut.size
         return part_of(dtensor, FlatSpan.of(rows.shape, 0).alone(rows), shape, offsets, self._taken_name)
 
-    def fits(self, tensor: object) -> bool:
+    def fits(self, tensor: object) -> TypeGuard[DTensor]:
         """True if `tensor` is a DTensor that lies like this parameter."""
         if not isinstance(tensor, DTensor) or tensor.shape != self.shape:
             return False
@@ -181,8 +183,8 @@ class ShardSpec:
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """The full tensor from every rank's rows. **Collective** over the axes that shard."""
         axes = zip(self._axes, self._placement, strict=True)
-        groups = [axis.group for axis, place in axes if place is Placement.SHARD and axis.size > 1]
-        if self.cut_over_tp.is_cut:
+        groups = [axis.group for axis, place in axes if place is Placement.SHARD and axis.group is not None]
+        if self.cut_over_tp.is_cut and self.cut_over_tp.group is not None:
             groups.append(self.cut_over_tp.group)
         parts = split_chunks(local, self._chunks, self.cut_over_tp.dim or 0)
         return gather_chunks(self._chunks, parts, self.shape, groups)
@@ -258,9 +260,13 @@ def make_sharded_param(param: ManagedParam, group: ParamGroup, slot: int, index:
     spec = ShardSpec(group, slot, index, param.fqn if is_named_elsewhere else None)
     main = group.main_weight_buffer
     sharded = nn.Parameter(spec.wrap(main.data, main.span(slot)), requires_grad=param.unsharded.requires_grad)
+    assert isinstance(sharded, DTensor), "nn.Parameter keeps the subclass"
     spec.mark(sharded)
     copy_tags(param.unsharded, sharded)
-    sharded.megatron_fsdp_slice = spec.flat_slice
-    sharded.megatron_fsdp_dist_index = index
-    sharded.megatron_fsdp_spec = spec
+    tags = {"megatron_fsdp_slice": spec.flat_slice, "megatron_fsdp_dist_index": index, SPEC_TAG: spec}
+    vars(sharded).update(tags)
     return sharded
+
+
+#: The layout of a sharded parameter.
+spec_of: Callable[[torch.Tensor], ShardSpec] = operator.attrgetter("megatron_fsdp_spec")  # SPEC_TAG

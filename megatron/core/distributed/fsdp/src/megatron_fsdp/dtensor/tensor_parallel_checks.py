@@ -11,8 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from megatron_fsdp.dtensor.shard_spec import spec_of
 from megatron_fsdp.machine.collectives import largest
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
+from megatron_fsdp.machine.torch_compat import local_tensor
 from megatron_fsdp.runtime.unit import ManagedParam
 from megatron_fsdp.state.param_tags import is_expert_param
 from megatron_fsdp.state.tensor_parallel import TpPartition, local_part
@@ -39,7 +41,8 @@ def check_tensor_parallel(params: Iterable[ManagedParam], index: FSDPDistributed
 
 
 def _check_experts(index: FSDPDistributedIndex) -> None:
-    dense, experts = (index.get_submesh(index.tp_dim, is_expert).mesh.flatten().tolist() for is_expert in (False, True))
+    meshes = (index.get_submesh((index.tp_dim,), is_expert).mesh for is_expert in (False, True))
+    dense, experts = (mesh.flatten().tolist() for mesh in meshes)
     if dense != experts:
         raise NotImplementedError(
             f"tp_dim={index.tp_dim!r} has ranks {dense} in device_mesh and {experts} in expt_device_mesh; experts need "
@@ -50,9 +53,10 @@ def _check_experts(index: FSDPDistributedIndex) -> None:
 def _check_mesh(index: FSDPDistributedIndex, is_expert: bool) -> None:
     dims = tuple(dim for dim in (index.dp_outer_dim, index.dp_shard_dim, index.tp_dim) if dim is not None)
     if (*dims, is_expert) not in index.mesh_library:
-        name = "expt_device_mesh" if is_expert else "device_mesh"
+        name, mesh = "expt_device_mesh" if is_expert else "device_mesh", index.get_root_mesh(is_expert)
+        assert mesh is not None, "the parameters lie on it"
         raise ValueError(
-            f"{name} with dimensions {index.get_root_mesh(is_expert).mesh_dim_names} has no sub-mesh of {dims}, over "
+            f"{name} with dimensions {mesh.mesh_dim_names} has no sub-mesh of {dims}, over "
             "which tensor-parallel parameters would be sharded; give it dimensions in this order, none inside another."
         )
 
@@ -71,20 +75,18 @@ def _check_dtensor(name: str, param: DTensor, mesh: DeviceMesh | None) -> None:
 
 
 def _check_cut(name: str, param: nn.Parameter, cut: TpPartition) -> None:
-    if not cut.is_cut:
+    dim, part = cut.cut_dim, local_part(param).shape
+    if dim is None:
         return
-    part = local_part(param).shape
-    if not cut.dim < len(part):
-        raise ValueError(f"{name} of shape {tuple(part)} has no dim {cut.dim}, over which its tags say it is split.")
-    if isinstance(param, DTensor) and param.shape[cut.dim] % cut.size:
+    if not dim < len(part):
+        raise ValueError(f"{name} of shape {tuple(part)} has no dim {dim}, over which its tags say it is split.")
+    if isinstance(param, DTensor) and param.shape[dim] % cut.size:
         raise ValueError(
-            f"{name} of shape {tuple(param.shape)} is cut in dim {cut.dim} over {cut.size} tensor-parallel ranks, "
+            f"{name} of shape {tuple(param.shape)} is cut in dim {dim} over {cut.size} tensor-parallel ranks, "
             "which does not give them equal parts; pad it to a multiple."
         )
-    if part[cut.dim] % cut.blocks:
-        raise ValueError(
-            f"{name} has partition_stride={cut.blocks}, which does not divide dim {cut.dim} of {tuple(part)}."
-        )
+    if part[dim] % cut.blocks:
+        raise ValueError(f"{name} has partition_stride={cut.blocks}, which does not divide dim {dim} of {tuple(part)}.")
 
 
 @torch.no_grad()
@@ -99,9 +101,9 @@ def check_replicas(params: Mapping[str, nn.Parameter]) -> None:
     """
     by_mesh: dict[DeviceMesh, dict[str, bool]] = {}
     for name, param in params.items():
-        spec = param.megatron_fsdp_spec
+        spec = spec_of(param)
         if spec.cut_over_tp.size > 1 and not spec.cut_over_tp.is_cut:
-            mine = param.to_local().contiguous().view(-1).view(torch.uint8)
+            mine = local_tensor(param).contiguous().view(-1).view(torch.uint8)
             first = mine.clone()
             dist.broadcast(first, group=spec.cut_over_tp.group, group_src=0)
             by_mesh.setdefault(spec.mesh, {})[name] = not torch.equal(mine, first)
