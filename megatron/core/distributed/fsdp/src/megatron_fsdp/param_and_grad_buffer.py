@@ -12,7 +12,7 @@ from megatron_fsdp.machine.allocator import StoragePool
 from megatron_fsdp.machine.torch_compat import uncompiled
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import ManagedParam
-from megatron_fsdp.state.main_grad import GradState, MainGrad
+from megatron_fsdp.state.main_grad import GradState
 from megatron_fsdp.state.param_group import ParamGroup
 
 
@@ -30,12 +30,12 @@ class ParamAndGradBuffer:
         self.managed_params: list[ManagedParam] = [param for unit in schedule.units for param in unit.params]
         """Every parameter, once."""
         managed = {id(param.unsharded): param for param in self.managed_params}
-        groups = [group for group in self.parameter_groups if group.main_grad is not None]
-        self._trained = [(group, managed[id(param)]) for group in groups for param in group.params]
-        self._main_grads: list[MainGrad] = [group.main_grad for group in groups]
+        trained = [(group, group.main_grad) for group in self.parameter_groups if group.main_grad is not None]
+        self._trained = [(group, managed[id(param)]) for group, _ in trained for param in group.params]
+        self._main_grads = [main_grad for _, main_grad in trained]
         attribute = "decoupled_grad" if schedule.config.megatron_fsdp_use_decoupled_grad else "grad"
-        for group in groups:
-            group.main_grad.show_on([managed[id(param)].sharded for param in group.params], attribute)
+        for group, main_grad in trained:
+            main_grad.show_on([managed[id(param)].sharded for param in group.params], attribute)
 
     @property
     def optimizer_named_parameters(self) -> list[tuple[str, nn.Parameter]]:

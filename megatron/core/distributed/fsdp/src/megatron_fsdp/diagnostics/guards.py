@@ -47,7 +47,12 @@ class ForwardGuard:
 
     @property
     def _owned(self) -> list[Owned]:
-        return [(unit, param) for unit in self._schedule().units for param in unit.params]
+        return [(unit, param) for unit in self._alive().units for param in unit.params]
+
+    def _alive(self) -> Schedule:
+        schedule = self._schedule()
+        assert schedule is not None, "the model runs"
+        return schedule
 
     def check(self) -> None:
         """Looks at the model before a forward communicates.
@@ -56,8 +61,10 @@ class ForwardGuard:
             RuntimeError: a parameter was replaced, removed or added, its `data` or `requires_grad` was set, or a
                 forward has written into weights that are copies of the main weights. All ranks make the same mistake.
         """
-        schedule = self._schedule()
-        self._check_names(schedule.root.module())
+        schedule = self._alive()
+        root = schedule.root.module()
+        assert root is not None, "its forward begins"
+        self._check_names(root)
         for (_, param), storage in zip(self._owned, self._storages, strict=True):
             if storage_id(param.sharded) != storage:
                 raise RuntimeError(f"{param.fqn}.data was set after sharding, which changes nothing; {_WHAT_TO_DO}")

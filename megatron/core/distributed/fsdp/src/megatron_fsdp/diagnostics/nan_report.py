@@ -66,9 +66,10 @@ class NanReport:
     @torch.no_grad()
     def look(self, group: ParamGroup) -> None:
         """Remembers which of the group's gradients, as autograd left them, are not finite. The host does not wait."""
-        grads = [local_part(param.grad) for param in group.params]
+        grads = [None if param.grad is None else local_part(param.grad) for param in group.params]
         for slot, param in enumerate(group.params):
             if getattr(param, "grad_added_to_main_grad", False):  # a fused kernel wrote it past autograd
+                assert group.main_grad is not None, "a trainable group"
                 grads[slot] = group.main_grad.staged_grad(slot)
         bad = _not_finite(grads, group.spec, group.params[0].dtype)
         seen = self._own.get(id(group))
@@ -106,6 +107,7 @@ class NanReport:
 def _reduced_flags(group: ParamGroup) -> torch.Tensor:
     """One flag per parameter: this rank's rows of the final gradient are not finite."""
     grad = group.main_grad
+    assert grad is not None, "a trainable group"
     slots = range(len(group.params)) if grad.state is GradState.FINAL else ()
     views = {slot: grad.final.view(slot) for slot in slots if slot not in grad.dropped}
     return _not_finite([views.get(slot) for slot in range(len(group.params))], group.spec, group.spec.grad_dtype)

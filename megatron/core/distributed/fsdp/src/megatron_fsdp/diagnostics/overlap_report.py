@@ -75,6 +75,7 @@ class OverlapReport:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         schedule, self._schedule = self._schedule, None
+        assert schedule is not None, "entered"
         if kind is not None:
             schedule.timeline.discard()
             return

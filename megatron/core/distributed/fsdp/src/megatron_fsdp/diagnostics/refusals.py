@@ -37,6 +37,7 @@ def _apply_as_owner(
     inner: weakref.ref[nn.Module], owner: Callable[[], nn.Module | None], fn: Callable[..., Any], recurse: bool = True
 ) -> nn.Module:
     module, model = inner(), owner()
+    assert module is not None, "this is its method"
     if model is None:  # no sharded model is left to answer
         return type(module)._apply(module, fn, recurse)
     model._apply(fn, recurse)
