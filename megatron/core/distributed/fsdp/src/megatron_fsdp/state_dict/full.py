@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.dtensor.shard_spec import ShardSpec
+from megatron_fsdp.dtensor.shard_spec import ShardSpec, spec_of
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.machine.torch_compat import local_tensor
 from megatron_fsdp.plan.strategy import REPLICATED
@@ -20,7 +20,7 @@ from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import ManagedParam
 from megatron_fsdp.state.flat_buffer import FlatBuffer
 from megatron_fsdp.state.param_group import ParamGroup
-from megatron_fsdp.state.param_tags import copy_tags
+from megatron_fsdp.state.param_tags import OWNER_TAG, copy_tags
 from megatron_fsdp.state.tensor_parallel import in_form_of, local_part
 
 
@@ -38,7 +38,7 @@ def full_params(schedule: Schedule, *, writeback: bool) -> Iterator[None]:
                 param = params[id(unsharded)]
                 full = nn.Parameter(in_form_of(unsharded, whole), requires_grad=unsharded.requires_grad)
                 copy_tags(unsharded, full)
-                full._megatron_fsdp_owner = param.sharded._megatron_fsdp_owner
+                vars(full)[OWNER_TAG] = vars(param.sharded)[OWNER_TAG]
                 for place in param.places:
                     place.hold(full)
                 shown.append((param, full))
@@ -86,12 +86,12 @@ def _write_back(shown: list[tuple[ManagedParam, nn.Parameter]]) -> None:
                 "written back."
             )
     for param, full in shown:
-        rows = local_part(full).reshape(-1)[param.sharded.megatron_fsdp_slice]
+        rows = local_part(full).reshape(-1)[spec_of(param.sharded).flat_slice]
         local_tensor(param.sharded).view(-1).copy_(rows)
 
 
 def full_state_dict(
-    shards: OrderedDict[str, Any],
+    shards: dict[str, Any],
     specs: Mapping[str, ShardSpec],
     index: FSDPDistributedIndex,
     *,
@@ -137,7 +137,7 @@ def full_state_dict(
             whole[name.removeprefix(wrapper_prefix)] = value
     if is_first and hasattr(shards, "_metadata"):
         metadata = {name.removeprefix(wrapper_prefix): entry for name, entry in shards._metadata.items()}
-        whole._metadata = OrderedDict(metadata)
+        vars(whole)["_metadata"] = OrderedDict(metadata)  # torch's own place for it
     return whole
 
 
@@ -166,11 +166,12 @@ def _on_rank(first: int, local: torch.Tensor, spec: ShardSpec, group: dist.Proce
         pieces = {rank: full.view(-1)[start:stop] for (start, stop), rank in owners.items() if stop > start}
         if me in pieces:
             pieces.pop(me).copy_(mine)
-        ends = [(dist.irecv, piece, rank) for rank, piece in pieces.items()]
+        way: Callable[..., dist.Work | None] = dist.irecv
+        ends = [(piece, rank) for rank, piece in pieces.items()]
     else:
-        ends = [(dist.isend, mine, first)] if me in owners.values() and mine.numel() else []
+        way, ends = dist.isend, [(mine, first)] if me in owners.values() and mine.numel() else []
     # As bytes: backends know few dtypes.
-    operations = [dist.P2POp(way, data.view(torch.uint8), rank, group) for way, data, rank in ends]
+    operations = [dist.P2POp(way, data.view(torch.uint8), rank, group) for data, rank in ends]
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
     return full.to("cpu") if me == first else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.dtensor.shard_spec import ShardSpec
+from megatron_fsdp.dtensor.shard_spec import ShardSpec, spec_of
 from megatron_fsdp.runtime.schedule import Schedule
 
 
@@ -27,10 +26,7 @@ class StateDictHooks:
         self.preprocess = True
         """Prepare `state_dict()` for torch DCP."""
         self.specs: dict[str, ShardSpec] = {
-            fqn: param.sharded.megatron_fsdp_spec
-            for unit in schedule.units
-            for param in unit.params
-            for fqn in param.fqns
+            fqn: spec_of(param.sharded) for unit in schedule.units for param in unit.params for fqn in param.fqns
         }
         """By every name, how the parameter lies."""
         self._showed_unsharded: list = []
@@ -50,8 +46,7 @@ class StateDictHooks:
 
     def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Shows the sharded parameters, also in the middle of a step."""
-        schedule = self._schedule()
-        self._showed_unsharded = [unit for unit in schedule.units if unit.shows_unsharded]
+        self._showed_unsharded = [unit for unit in self._alive().units if unit.shows_unsharded]
         for unit in self._showed_unsharded:
             unit.show_sharded()
 
@@ -84,8 +79,9 @@ class StateDictHooks:
             raise ValueError(
                 "load_state_dict(assign=True) would detach sharded parameters from their buffers; use assign=False."
             )
-        self._schedule().check_unblocked("load_state_dict()")
-        self._schedule().reshard_all()
+        schedule = self._alive()
+        schedule.check_unblocked("load_state_dict()")
+        schedule.reshard_all()
         for fqn, spec in self.specs.items():
             value = state_dict.get(prefix + fqn)
             if isinstance(value, torch.Tensor) and value.shape == spec.shape and not spec.fits(value):
@@ -96,7 +92,12 @@ class StateDictHooks:
         if self.preprocess:  # what `after_state_dict` takes out is not missing
             missing = incompatible_keys.missing_keys
             missing[:] = [key for key in missing if not key.endswith("_extra_state")]
-        self._schedule().install()
+        self._alive().install()
+
+    def _alive(self) -> Schedule:
+        schedule = self._schedule()
+        assert schedule is not None, "the sharded model is gone"
+        return schedule
 
 
 def names_inner_module(names: Iterable[str], module: nn.Module) -> bool:
@@ -109,7 +110,7 @@ def names_inner_module(names: Iterable[str], module: nn.Module) -> bool:
     return bare > sum(name.startswith("module.") and name.removeprefix("module.") in own for name in names)
 
 
-def with_extra_state(module: nn.Module, hooks: StateDictHooks) -> OrderedDict[str, Any]:
+def with_extra_state(module: nn.Module, hooks: StateDictHooks) -> dict[str, Any]:
     """The sharded module's state dict with the modules' extra state, which torch DCP cannot store."""
     before, hooks.preprocess = hooks.preprocess, False
     try:
