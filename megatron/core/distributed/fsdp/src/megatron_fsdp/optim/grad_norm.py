@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as TensorPlacement
 
+from megatron_fsdp.dtensor.shard_spec import spec_of
 from megatron_fsdp.machine.torch_compat import foreach_norm, local_tensor, multiply_each, waited
 from megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_fsdp.plan.strategy import Placement
@@ -45,8 +46,8 @@ def clip_grad_norm(
     # Of all groups, not of the gradients that this rank happens to hold: ranks must reduce one dtype.
     dtypes = [dtype for group in groups for dtype in (group.spec.grad_dtype, group.spec.main_dtype)]
     dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
-    found = [(param.sharded.megatron_fsdp_spec, _grad(param.sharded)) for _, param in buffer.trained()]
-    found = [(spec, grad) for spec, grad in found if grad is not None]
+    pairs = [(spec_of(param.sharded), _grad(param.sharded)) for _, param in buffer.trained()]
+    found = [(spec, grad) for spec, grad in pairs if grad is not None]
     grads = [grad for _, grad in found]
     if any(_copies(group) != dp_group.size() for group in groups):
         counted, ranks = counted_here(grads), [dp_group]
@@ -89,11 +90,12 @@ def counted_here(grads: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _is_first_copy(mesh: DeviceMesh, placements: tuple[TensorPlacement, ...]) -> bool:
-    return not any(at and place.is_replicate() for at, place in zip(mesh.get_coordinate(), placements, strict=True))
+    coordinate = mesh.get_coordinate() or ()
+    return not any(at and place.is_replicate() for at, place in zip(coordinate, placements, strict=True))
 
 
 def total_norm(
-    rows: Sequence[torch.Tensor],
+    rows: list[torch.Tensor],
     groups: Sequence[dist.ProcessGroup],
     device: torch.device,
     norm_type: float = 2.0,

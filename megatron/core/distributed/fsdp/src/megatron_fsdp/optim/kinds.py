@@ -6,7 +6,8 @@ import dataclasses
 
 import torch
 
-from megatron_fsdp.state.param_tags import has_single_owner, is_no_shard
+from megatron_fsdp.dtensor.shard_spec import spec_of
+from megatron_fsdp.state.param_tags import SPEC_TAG, has_single_owner, is_no_shard
 
 #: Optimizers of torch that update element by element and pass over parameters without a gradient.
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
@@ -85,9 +86,9 @@ def _whole_kind(optimizer: torch.optim.Optimizer) -> WholeKind | None:
 
 
 def _is_spread(param: torch.Tensor) -> bool:
-    spec = getattr(param, "megatron_fsdp_spec", None)
+    spec = getattr(param, SPEC_TAG, None)
     return spec.is_sharded if spec is not None else param.dim() > 0 and not is_no_shard(param)
 
 
 def _is_cut_over_tp(param: torch.Tensor) -> bool:
-    return hasattr(param, "megatron_fsdp_spec") and param.megatron_fsdp_spec.cut_over_tp.is_cut
+    return hasattr(param, SPEC_TAG) and spec_of(param).cut_over_tp.is_cut

@@ -20,11 +20,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.dtensor.chunk_metadata import ShardMethod
-from megatron_fsdp.dtensor.shard_spec import ShardSpec
+from megatron_fsdp.dtensor.shard_spec import ShardSpec, spec_of
 from megatron_fsdp.machine.device import Device
 from megatron_fsdp.machine.torch_compat import foreach_copy_, local_tensor, waited
 from megatron_fsdp.optim.kinds import is_elementwise, owned_kind, params_of
-from megatron_fsdp.state.param_tags import copy_tags
+from megatron_fsdp.state.param_tags import SPEC_TAG, copy_tags
 
 #: An attribute of DTensors that the engine has made or looked at: they lie like their parameter, and torch DCP knows.
 MARK = "full_tensor"
@@ -51,7 +51,7 @@ def engine_step(optimizer: torch.optim.Optimizer, base: Callable) -> Callable:
         return _step_on_dtensors(base)
     if is_replaced:
         return _step_on_rows(base, is_owner=is_owner)
-    return torch.optim.Optimizer.profile_hook_step(_step_on_rows(base.__wrapped__, is_owner=is_owner))
+    return torch.optim.Optimizer.profile_hook_step(_step_on_rows(vars(base)["__wrapped__"], is_owner=is_owner))
 
 
 def _step_on_rows(bare: Callable, *, is_owner: bool) -> Callable:
@@ -80,7 +80,8 @@ def on_rows(optimizer: torch.optim.Optimizer, *, is_owner: bool = False) -> Iter
     Raises:
         ValueError: a gradient or state lies otherwise than its parameter.
     """
-    groups, state, local_state = optimizer.param_groups, optimizer.state, collections.defaultdict(dict)
+    groups, state = optimizer.param_groups, optimizer.state
+    local_state: collections.defaultdict[torch.Tensor, dict[str, Any]] = collections.defaultdict(dict)
     # A learning rate may be a DTensor too, which cannot be multiplied with local tensors.
     shown = [{k: v for k, v in group.items() if k == "params" or isinstance(v, DTensor)} for group in groups]
     held: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -135,7 +136,7 @@ def _local_state(param: nn.Parameter, state: dict[str, Any], *, is_owner: bool) 
     return local
 
 
-def _show_state(param: nn.Parameter, state: dict[nn.Parameter, dict[str, Any]], local: dict[str, Any]) -> None:
+def _show_state(param: nn.Parameter, state: dict[torch.Tensor, dict[str, Any]], local: dict[str, Any]) -> None:
     """Brings what users see in `state` up to date: a DTensor stays one, and what the step has made becomes one."""
     shards = state.setdefault(param, {})
     for name in shards.keys() - local.keys():
@@ -153,6 +154,7 @@ def _give_grads(held: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
     grads, casts = [], []
     for param, rows in held:
         grad = param.grad
+        assert grad is not None, "only these are held"
         if MARK in vars(grad):
             grad = local_tensor(grad)
         else:  # somebody has put it here
@@ -166,15 +168,15 @@ def _give_grads(held: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
         foreach_copy_(casts, grads)
 
 
-def _taken(param: nn.Parameter, value: torch.Tensor, name: str) -> DTensor:
+def _taken(param: nn.Parameter, value: torch.Tensor, name: str) -> torch.Tensor:
     """`value` as a shard like `param`. Raises ValueError if it lies otherwise."""
-    spec = getattr(param, "megatron_fsdp_spec", None)
+    spec = getattr(param, SPEC_TAG, None)
     return value if spec is None else spec.take(value, name)
 
 
 def _step_on_dtensors(base: Callable) -> Callable:
     def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        replaced: list[tuple[nn.Parameter, torch.Tensor, torch.dtype | None]] = []
+        replaced: list[tuple[torch.Tensor, torch.Tensor, torch.dtype | None]] = []
 
         def cast() -> None:
             for param in params_of(self):
@@ -198,7 +200,7 @@ def _step_on_dtensors(base: Callable) -> Callable:
     return step
 
 
-def _set_grad(param: nn.Parameter, grad: torch.Tensor, dtype: torch.dtype | None) -> None:
+def _set_grad(param: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype | None) -> None:
     param.grad = None
     param.grad_dtype = dtype
     param.grad = grad
@@ -307,11 +309,12 @@ def as_shard(param: nn.Parameter, name: str, value: Any) -> Any:
     is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     if not is_plain or name in _SCALAR_STATE or value.shape != local_tensor(param).shape:
         return value
-    spec = getattr(param, "megatron_fsdp_spec", None)
+    spec = getattr(param, SPEC_TAG, None)
     if spec is not None:
         return spec.wrap(value)
-    layout = {"shape": param.shape, "stride": param.stride()}
-    return DTensor.from_local(value, param.device_mesh, param.placements, run_check=False, **layout)
+    assert isinstance(param, DTensor), "what has rows"
+    mesh, placements = param.device_mesh, param.placements
+    return DTensor.from_local(value, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
 
 
 def adopt_state(optimizer: torch.optim.Optimizer) -> None:
@@ -321,8 +324,8 @@ def adopt_state(optimizer: torch.optim.Optimizer) -> None:
         ValueError: state lies otherwise than its parameter.
     """
     for param, state in optimizer.state.items():
-        if hasattr(param, "megatron_fsdp_spec"):  # loading keeps what belongs to no parameter
-            state.update(shard_state(param.megatron_fsdp_spec, state))
+        if hasattr(param, SPEC_TAG):  # loading keeps what belongs to no parameter
+            state.update(shard_state(spec_of(param), state))
 
 
 def shard_state(spec: ShardSpec, state: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:

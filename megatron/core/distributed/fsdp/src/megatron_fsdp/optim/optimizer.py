@@ -14,6 +14,7 @@ import torch
 from megatron_fsdp.machine.torch_compat import uncompiled
 from megatron_fsdp.optim import local_step
 from megatron_fsdp.optim.kinds import check_fits, owned_kind, params_of
+from megatron_fsdp.state.param_tags import OWNER_TAG
 
 _MARK = "_megatron_fsdp_optimizer"
 
@@ -46,7 +47,7 @@ def fully_shard_optimizer(
     check_fits(optimizer)
     model.step_guard.is_active = False
     setattr(optimizer, _MARK, True)
-    optimizer.__deepcopy__ = _refuse_copy  # copy.deepcopy asks the instance
+    vars(optimizer)["__deepcopy__"] = _refuse_copy  # copy.deepcopy asks the instance
     _bind(optimizer, "step", functools.partial(_make_step, model))
     _bind(optimizer, "zero_grad", functools.partial(_make_zero_grad, model))
     local_step.compact_before_state(optimizer)
@@ -93,13 +94,13 @@ def _model_of(optimizer: torch.optim.Optimizer) -> Any:
     params = params_of(optimizer)
     if not params:
         raise ValueError("the optimizer has no parameters; build it from the sharded model's parameters().")
-    foreign = next((i for i, param in enumerate(params) if not hasattr(param, "_megatron_fsdp_owner")), None)
+    foreign = next((i for i, param in enumerate(params) if not hasattr(param, OWNER_TAG)), None)
     if foreign is not None:
         raise ValueError(
             f"parameter {foreign} of the optimizer, shape {tuple(params[foreign].shape)}, is not of a sharded model; "
             "build the optimizer from the parameters() of what fully_shard_model returned, or pass both to fully_shard."
         )
-    models = {param._megatron_fsdp_owner() for param in params}
+    models = {vars(param)[OWNER_TAG]() for param in params}
     if None in models:
         raise ValueError("the sharded model of the optimizer's parameters has been deleted; keep a reference to it.")
     if len(models) > 1:
@@ -193,5 +194,5 @@ def _bind(
     # Schedulers mark the method that they have seen, and warn about another one.
     vars(unbound).update({key: value for key, value in vars(method).items() if key.startswith("_wrapped_by")})
     params = sorted([*signature.parameters.values(), *own], key=lambda param: param.kind)
-    unbound.__signature__, unbound.__doc__ = signature.replace(parameters=params), method.__doc__
+    vars(unbound)["__signature__"], unbound.__doc__ = signature.replace(parameters=params), method.__doc__
     setattr(optimizer, name, types.MethodType(unbound, weakref.proxy(optimizer)))
