@@ -34,8 +34,8 @@ ONLY_IN = {
 NOT_IN = {"torch.distributed": ("plan/", "config.py")}
 STRATEGY_NAMES_ONLY_IN = ("plan/strategy.py",)
 PRIVATE_TORCH_ONLY_IN = ("machine/torch_compat.py",)
-#: Private names that no source defines and that do not count: a namespace, our attribute of parameters, namedtuple's.
-NOT_COUNTED = {"_C", "_megatron_fsdp_owner", "_fields"}
+#: Private names that no source defines and that do not count: a namespace, and namedtuple's.
+NOT_COUNTED = {"_C", "_fields"}
 #: Every private name of torch that the engine uses, by the last private part of its path. It shall become shorter.
 PRIVATE_TORCH_NAMES = frozenset(
     {

@@ -16,13 +16,16 @@ from megatron_fsdp.config import (
     MixedPrecisionPolicy,
     ShardingStrategy,
     shards_anything,
+    strategy_name,
 )
+from megatron_fsdp.dtensor.shard_spec import spec_of
 from megatron_fsdp.machine.device import default_device_type, join_device
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.optim.kinds import check_fits, params_of
 from megatron_fsdp.optim.local_step import shard_state
 from megatron_fsdp.optim.optimizer import fully_shard_optimizer
+from megatron_fsdp.plan.strategy import OUTER_STRATEGIES
 
 __all__ = ["ShardingStrategy", "fully_shard", "fully_shard_model", "fully_shard_optimizer"]
 
@@ -97,8 +100,10 @@ def fully_shard_model(
         NotImplementedError: an option whose feature does not exist yet.
     """
     config = EngineConfig(
-        data_parallel_sharding_strategy=zero_dp_strategy,
-        outer_dp_sharding_strategy=outer_dp_sharding_strategy,
+        data_parallel_sharding_strategy=strategy_name(zero_dp_strategy, "zero_dp_strategy"),
+        outer_dp_sharding_strategy=strategy_name(
+            outer_dp_sharding_strategy, "outer_dp_sharding_strategy", OUTER_STRATEGIES
+        ),
         fsdp_unit_modules=fsdp_unit_modules,
         device=device,
         init_model_with_meta_device=init_model_with_meta_device,
@@ -291,7 +296,7 @@ def fully_shard(
     for param in list(optimizer.state):
         replacement = sharded[id(param)]
         # The optimizer now works in the main weight's dtype, so what was in the model's follows.
-        state = shard_state(replacement.megatron_fsdp_spec, optimizer.state.pop(param), replacement.dtype)
+        state = shard_state(spec_of(replacement), optimizer.state.pop(param), replacement.dtype)
         optimizer.state[replacement] = state
     return model, fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=preproc_state_dict_for_dcp_ckpt)
 

@@ -43,6 +43,7 @@ from megatron_fsdp.plan.strategy import Placement
 from megatron_fsdp.runtime.hooks import install_hooks
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Unit
+from megatron_fsdp.state.param_tags import OWNER_TAG
 from megatron_fsdp.state_dict.full import check_is_whole, full_params, full_state_dict
 from megatron_fsdp.state_dict.hooks import StateDictHooks, names_inner_module, with_extra_state
 
@@ -194,11 +195,12 @@ class MegatronFSDP(nn.Module):
         """
         schedule, config, owner = self._schedule, self._schedule.config, weakref.ref(self)
         for param in (param for unit in schedule.units for param in unit.params):
-            param.sharded._megatron_fsdp_owner = owner  # how an optimizer finds the model
-            param.unsharded.__fsdp_param__ = True  # read by megatron-core
+            vars(param.sharded)[OWNER_TAG] = owner
+            vars(param.unsharded)["__fsdp_param__"] = True  # read by megatron-core
             refuse_hooks(param.sharded, param.fqn)
         refuse_moves(self.module, owner)
-        schedule.on_auto_sync = lambda: owner().finish_grad_sync()
+        model = weakref.proxy(self)
+        schedule.on_auto_sync = lambda: model.finish_grad_sync()
         if config.hang_report_s:
             report_hangs(schedule, config.hang_report_s)
         install_hooks(schedule, ForwardGuard(schedule, is_strict=config.is_strict))
