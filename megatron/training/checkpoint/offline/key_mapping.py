@@ -139,7 +139,7 @@ def _renamed(plain: Mapping[str, Any], around: Callable[[str], NamingContext]) -
             for piece in pieces:
                 is_cut = len(pieces) > 1 and rows
                 new = place._replace(parameter=piece.name).stored()
-                stored[new] = value.rows(piece.first, piece.count) if is_cut else value
+                stored[new] = value.rows(piece.first, piece.row_count) if is_cut else value
     return stored
 
 

@@ -1,7 +1,7 @@
 """`FullyShardedDataParallel`: the engine under megatron-core's names and arguments; it holds no tensor of its own."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, overload
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
@@ -39,8 +39,6 @@ _REFUSED: dict[str, tuple[object, str]] = {
 }
 
 WRAPPERS = (MegatronFSDP, DistributedDataParallel, TorchFullyShardedDataParallel, Float16Module)
-
-Model = TypeVar("Model", torch.nn.Module, list)
 
 
 class LoadResult(NamedTuple):
@@ -110,7 +108,7 @@ class FullyShardedDataParallel(MegatronFSDP):
         # megatron-core reads fields of this attribute that the engine does not have, `use_megatron_fsdp` among them.
         self.ddp_config = ddp_config
         self.megatron_fsdp_dist_index = self.dist_index
-        self.tp_group = self.dist_index.get_submesh(self.dist_index.tp_dim).get_group()
+        self.tp_group = self.dist_index.get_submesh((self.dist_index.tp_dim,)).get_group()
         if config.gradient_accumulation_fusion:
             fused_grads.install(self.param_and_grad_buffer)
 
@@ -124,7 +122,7 @@ class FullyShardedDataParallel(MegatronFSDP):
     # Float16Module hides its own name from state dicts by passing the calls on to the model, past the hooks
     # that the engine has on it. So the standard calls are made here, on it, and its name is taken out of the keys.
 
-    def state_dict(
+    def state_dict(  # type: ignore[override]  # torch's positional arguments are deprecated
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """Main weights as DTensors and buffers, named `module.` and the user's name, with or without Float16Module."""
@@ -192,8 +190,9 @@ def weights_read_elsewhere(model: nn.Module) -> list[nn.Parameter]:
     found = []
     for module in model.modules():
         is_tied = getattr(module, "share_embeddings_and_output_weights", False) or getattr(module, "mtp_process", False)
-        if is_tied and hasattr(module, "shared_embedding_or_output_weight"):
-            weight = module.shared_embedding_or_output_weight()
+        weight_of = getattr(module, "shared_embedding_or_output_weight", None)
+        if is_tied and weight_of is not None:
+            weight = weight_of()
             if weight is not None:
                 found.append(weight)
     return found
@@ -206,7 +205,13 @@ def numel_outside(model: nn.Module, unit_modules: Sequence[type | str]) -> int:
     return sum(param.numel() for param in model.parameters() if id(param) not in inside)
 
 
-def unwrap_model(model: Model, wrappers: tuple[type, ...] = WRAPPERS) -> Model:
+@overload
+def unwrap_model(model: nn.Module, wrappers: tuple[type, ...] = ...) -> nn.Module: ...
+@overload
+def unwrap_model(model: list[nn.Module], wrappers: tuple[type, ...] = ...) -> list[nn.Module]: ...
+def unwrap_model(
+    model: nn.Module | list[nn.Module], wrappers: tuple[type, ...] = WRAPPERS
+) -> nn.Module | list[nn.Module]:
     """The innermost module of `model`, or of each model in a list.
 
     megatron-core's function of this name knows only its own wrapper classes.
@@ -214,5 +219,5 @@ def unwrap_model(model: Model, wrappers: tuple[type, ...] = WRAPPERS) -> Model:
     if isinstance(model, list):
         return [unwrap_model(chunk, wrappers) for chunk in model]
     while isinstance(model, wrappers):
-        model = model.module
+        model = model.get_submodule("module")
     return model

@@ -38,9 +38,8 @@ def install(buffer: ParamAndGradBuffer) -> None:
         if group.main_grad is None:
             continue
         for slot, param in enumerate(group.params):
-            param.get_main_grad = functools.partial(_lend, weakref.ref(group), slot)
-            param.grad_added_to_main_grad = False
-            param.overwrite_main_grad = True
+            lend = functools.partial(_lend, weakref.ref(group), slot)
+            vars(param).update(get_main_grad=lend, grad_added_to_main_grad=False, overwrite_main_grad=True)
             # Otherwise the view would keep the whole group's gradients alive.
             param.register_post_accumulate_grad_hook(_forget_main_grad)
 
@@ -51,10 +50,12 @@ def _lend(group: weakref.ref[ParamGroup], slot: int) -> torch.Tensor:
     Raises:
         RuntimeError: the parameter has had a gradient in this backward.
     """
-    place = group().main_grad.wgrad_out(slot)
+    lender = group()
+    assert lender is not None and lender.main_grad is not None, "the model runs, and the group is trainable"
+    place = lender.main_grad.wgrad_out(slot)
     if place is None:
         raise RuntimeError(
-            f"{group().spec.fqns[slot]} has a second gradient in one backward, which would overwrite the first; turn "
+            f"{lender.spec.fqns[slot]} has a second gradient in one backward, which would overwrite the first; turn "
             "gradient_accumulation_fusion off, or use the weight once in each forward and call backward for each."
         )
     return place

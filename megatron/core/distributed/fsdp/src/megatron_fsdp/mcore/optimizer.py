@@ -12,6 +12,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron_fsdp.mcore import fqn_state, param_groups
 from megatron_fsdp.mcore.adapter import unwrap_model
 from megatron_fsdp.mcore.process_groups import grad_stats_group
+from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.optim import grad_norm
 from megatron_fsdp.optim.local_step import create_state
 
@@ -29,7 +30,7 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         optimizer: torch.optim.Optimizer,
         config: OptimizerConfig,
         grad_scaler: MegatronGradScaler | None,
-        model_chunks: Sequence[torch.nn.Module],
+        model_chunks: Sequence[MegatronFSDP],
         grad_stats_group: dist.ProcessGroup,
     ):
         """
@@ -180,7 +181,7 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
 
 def get_megatron_optimizer(
     config: OptimizerConfig,
-    model_chunks: Sequence[torch.nn.Module],
+    model_chunks: Sequence[MegatronFSDP],
     config_overrides: param_groups.ConfigOverrides | None = None,
 ) -> FullyShardedOptimizer:
     """The optimizer of one `FullyShardedDataParallel` model. **Collective** over all ranks.

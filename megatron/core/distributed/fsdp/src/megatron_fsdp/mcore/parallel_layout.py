@@ -75,8 +75,8 @@ def tag_modes(model: torch.nn.Module) -> None:
     """Tags `model`'s parameters with their tensor-parallel modes, for the engine."""
     for param, mode in modes_of(model):
         if mode is not None:
-            param._tensor_parallel_mode = mode
+            vars(param)["_tensor_parallel_mode"] = mode
 
 
 def _mode_by_dim(dim: int | None) -> TensorParallelMode | None:
-    return {0: "column", 1: "row"}.get(dim)
+    return "column" if dim == 0 else "row" if dim == 1 else None

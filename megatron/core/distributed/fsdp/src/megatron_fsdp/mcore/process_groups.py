@@ -102,6 +102,7 @@ def grad_stats_group(index: FSDPDistributedIndex) -> dist.ProcessGroup:
     if tp_group is None:
         return dp_group
     if dp_group.size() * tp_group.size() == dist.get_world_size():
+        assert dist.group.WORLD is not None, "torch.distributed is initialised"
         return dist.group.WORLD
     data = torch.tensor(dist.get_process_group_ranks(dp_group))
     ranks = beside_tensor_parallel_ranks(data, tp_group).flatten().sort().values.tolist()

@@ -16,7 +16,7 @@ class Piece(NamedTuple):
 
     name: str
     first: int
-    count: int
+    row_count: int
 
 
 class Part(NamedTuple):
@@ -71,7 +71,7 @@ def split_gated(piece: Piece, context: NamingContext) -> Iterator[Piece]:
     if not (context.is_gated and _GATED.search(piece.name)):
         yield piece
         return
-    half = piece.count // 2
+    half = piece.row_count // 2
     yield Piece(f"{piece.name}_w", piece.first, half)
     yield Piece(f"{piece.name}_v", piece.first + half, half)
 
@@ -87,7 +87,7 @@ def split_fused_latent(piece: Piece, context: NamingContext) -> Iterator[Piece]:
     else:
         attention = f"{found['layer']}self_attention."
         yield Piece(f"{attention}linear_q_down_proj.{leaf}", piece.first, rows)
-        yield Piece(f"{attention}linear_kv_down_proj.{leaf}", piece.first + rows, piece.count - rows)
+        yield Piece(f"{attention}linear_kv_down_proj.{leaf}", piece.first + rows, piece.row_count - rows)
 
 
 def split_parts(piece: Piece, context: NamingContext) -> Iterator[Piece]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp.dtensor.shard_spec import ShardSpec
+from megatron_fsdp.dtensor.shard_spec import ShardSpec, spec_of
 from megatron_fsdp.mcore.adapter import MODEL_PREFIX, unwrap_model
 from megatron_fsdp.mcore.parallel_layout import partition_dim
 from megatron_fsdp.mcore.stored_names import DELTA_NET, MAMBA, NamingContext, Part, Piece, stored_name, stored_pieces
@@ -41,7 +41,7 @@ class StoredState:
         self.tied_to_ranks: list[str] = []
         """Tensor-parallel parameters that are read in one piece: only as many ranks as wrote them can."""
         for name, param in inner.named_parameters(remove_duplicate=False):
-            spec, context = param.megatron_fsdp_spec, context_of(name)
+            spec, context = spec_of(param), context_of(name)
             _check_parts(name, spec.part_rows, context)
             pieces = stored_pieces(name, spec.part_rows, context)
             if is_stored is not None and not all(is_stored(piece.name) for piece in pieces):
@@ -96,7 +96,7 @@ def _parts(entry: _Entry, value: Any, prefix: str = "") -> Iterator[tuple[str, A
     """(name, this rank's share) of each piece."""
     is_cut = len(entry.pieces) > 1 and entry.spec.fits(value)
     for piece in entry.pieces:
-        yield prefix + piece.name, entry.spec.rows_of_parts(value, piece.first, piece.count) if is_cut else value
+        yield prefix + piece.name, entry.spec.rows_of_parts(value, piece.first, piece.row_count) if is_cut else value
 
 
 def _check_parts(name: str, rows: int, context: NamingContext) -> None:
