@@ -1,9 +1,12 @@
 """Models and loops that do odd things, sharded and whole, with the same gradients."""
 
+import collections
+import dataclasses
+import functools
 import random
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -55,6 +58,33 @@ class TableLayer(nn.Module):
     def forward(self, x: torch.Tensor | None = None) -> torch.Tensor:
         """Shape (batch, 4), kept; or the table."""
         return self.table if x is None else x @ self.table.t()
+
+
+class NamedPair(NamedTuple):
+    """An output of `PairLayer`."""
+
+    product: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenPair:
+    """An output of `PairLayer`."""
+
+    product: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclasses.dataclass
+class BothPair(collections.OrderedDict):
+    """An output of `PairLayer`: a dict and a dataclass in one, as the outputs of transformers' models are."""
+
+    product: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        super().__setattr__(name, value)
 
 
 class PairLayer(TableLayer):
@@ -120,14 +150,18 @@ class ViewStack(Stack):
 class PairStack(Stack):
     """Uses a view of a layer's weight after that layer's forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, form: Callable[..., Any] | None = None) -> None:
         super().__init__(PairLayer)
+        for layer in self.layers:
+            layer.form = form or layer.form
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Shape (batch, 4), kept."""
         x = self.first(x)
         for layer in self.layers:
-            product, rows = layer(x)["pair"]
+            pair = layer(x)
+            is_dict = isinstance(pair, dict) and not dataclasses.is_dataclass(pair)
+            product, rows = pair["pair"] if is_dict else (pair.product, pair.rows)
             x = torch.tanh(product) + rows.sum(0)
         return x
 
@@ -203,6 +237,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], None], dic
     "output views changed in place": (ViewStack, plainly, {}),
     "a weight returned by a layer that is also called": (ReturningStack, plainly, {}),
     "views of weights in a nested output": (PairStack, plainly, {}),
+    "views of weights in an ordered dict": (
+        functools.partial(PairStack, lambda *pair: collections.OrderedDict(pair=pair)),
+        plainly,
+        {},
+    ),
+    "views of weights in a named tuple": (functools.partial(PairStack, NamedPair), plainly, {}),
+    "views of weights in a frozen dataclass": (functools.partial(PairStack, FrozenPair), plainly, {}),
+    "views of weights in a dict that is a dataclass": (functools.partial(PairStack, BothPair), plainly, {}),
     "backward inside forward": (Inside, plainly, {}),
     "backward inside forward, synchronized": (Inside, plainly, {"sync_model_each_microbatch": True}),
     "first run inside another backward": (Stack, in_a_hook, {}),

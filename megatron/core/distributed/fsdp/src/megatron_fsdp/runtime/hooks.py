@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 import sys
@@ -158,12 +159,24 @@ class _UnitHooks:
 
 
 def _without_views(unit: Unit, value: Any) -> Any:
-    """`value` with copies of the views of the unit's weights in nested tuples, lists and dicts."""
+    """`value` with copies of the views of the unit's weights in nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, torch.Tensor):
         return value.clone() if unit.owns(value) else value
-    if type(value) in (tuple, list):
-        return type(value)(_without_views(unit, item) for item in value)
-    return {key: _without_views(unit, item) for key, item in value.items()} if type(value) is dict else value
+    if isinstance(value, (tuple, list)):
+        items = [_without_views(unit, item) for item in value]
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # some are dicts, too, and keep both alike
+        copied = copy.copy(value)
+        assign = object.__setattr__ if value.__dataclass_params__.frozen else setattr
+        for field in dataclasses.fields(value):
+            assign(copied, field.name, _without_views(unit, getattr(value, field.name)))
+        return copied
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        for key, item in value.items():
+            copied[key] = _without_views(unit, item)
+        return copied
+    return value
 
 
 def _on_first_gradient(tensors: list[torch.Tensor], hook: Callable[[torch.Tensor], None]) -> None:
