@@ -133,6 +133,8 @@ def build_sharded(build_model: Callable[[], nn.Module], recipe: Recipe, sharding
     if recipe.dtypes.compute is not None:
         module.to(recipe.dtypes.compute)
     options = {"calculate_per_token_loss": not recipe.is_mean_over_ranks, **sharding.options}
+    if options["calculate_per_token_loss"]:  # sums, which no collective may average
+        options.pop("average_in_collective", None)
     model = shard(module, dataclasses.replace(sharding, options=options), recipe.dtypes)
     return model, fully_shard_optimizer(recipe.build_optimizer(model))
 

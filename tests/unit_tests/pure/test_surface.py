@@ -233,6 +233,7 @@ def test_fully_shard_hands_every_argument_on():
     module = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     given = {name: object() for name in (*MODEL_ARGUMENTS, *ADDED)} | {"zero_dp_strategy": 2}
+    optimizer.use_decoupled_grad = True
     with mock.patch("megatron_fsdp.fully_shard.fully_shard_model", side_effect=ZeroDivisionError) as model:
         with pytest.raises(ZeroDivisionError):
             fully_shard(module, optimizer, **given)

@@ -119,6 +119,7 @@ OPTIONS = [
     ({"preproc_state_dict_for_dcp_ckpt": "no"}, ValueError, "^preproc_state_dict_for_dcp_ckpt is 'no'; expected True"),
     ({"device": "meta"}, ValueError, "^device is 'meta'; expected one to compute on"),
     ({"device": "nonsense"}, ValueError, "^device is 'nonsense', which torch does not know; expected cpu or cuda"),
+    ({"average_in_collective": True, "calculate_per_token_loss": True}, ValueError, "exclude each other: a per-token"),
     ({"average_in_collective": None}, ValueError, "^average_in_collective is None; expected True or False"),
     ({"nccl_ub": True}, ValueError, "nccl_ub=True registers memory with NCCL, but the model computes on cpu"),
     ({"copy_engine_gather": True}, ValueError, r"^copy_engine_gather=True \(fsdp_copy.* on cpu; leave it"),
@@ -251,6 +252,22 @@ def optimizer_made_after_sharding_given_to_fully_shard() -> None:
         fully_shard(model, torch.optim.SGD(model.parameters()))
 
 
+class Decoupled(torch.optim.SGD):
+    """Says that it reads `decoupled_grad`."""
+
+    use_decoupled_grad = True
+
+
+def optimizer_of_other_grads(is_sharded: bool, is_decoupled: bool) -> None:
+    """An optimizer that would find no gradient, so that weights would never move."""
+    given, module = {**mesh_arguments("flat"), "use_decoupled_grad": is_decoupled}, TinyMLP()
+    kind = torch.optim.AdamW if is_decoupled else Decoupled
+    model = fully_shard_model(module, **given) if is_sharded else module
+    optimizer = kind(model.parameters(), lr=1e-3)
+    with no_collectives():
+        fully_shard_optimizer(optimizer) if is_sharded else fully_shard(module, optimizer, **given)
+
+
 OPTIMIZERS = [
     (
         optimizer_of_another_model,
@@ -268,6 +285,17 @@ OPTIMIZERS = [
 
 def test_wrong_optimizers(ranks2):
     assert_each_raises(ranks2, [Mistake(function, (), *error) for function, *error in OPTIMIZERS])
+
+
+def test_optimizers_that_would_find_no_gradient(ranks2):
+    messages = {
+        True: "AdamW reads `.grad`, but with use_decoupled_grad=True the model attaches gradients as `.decoupled_grad`",
+        False: "Decoupled reads `.decoupled_grad`, but with use_decoupled_grad=False the model attaches",
+    }
+    calls = [(is_sharded, is_decoupled) for is_sharded in (False, True) for is_decoupled in (False, True)]
+    assert_each_raises(
+        ranks2, [Mistake(optimizer_of_other_grads, call, ValueError, messages[call[1]]) for call in calls]
+    )
 
 
 # -- what cannot be done to a sharded model ---------------------------------------------------------------------------

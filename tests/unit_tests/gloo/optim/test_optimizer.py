@@ -60,6 +60,40 @@ def test_an_optimizer_that_would_be_wrong_is_refused_by_name(ranks2):
     assert_each_raises(ranks2, [Mistake(wrap, (kind, 3), ValueError, message) for kind, message in UNFIT])
 
 
+class DecoupledSGD(torch.optim.SGD):
+    """SGD that reads `decoupled_grad`, and says so."""
+
+    use_decoupled_grad = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if (grad := getattr(param, "decoupled_grad", None)) is not None:
+                    param.add_(grad, alpha=-group["lr"])
+
+
+def train_with_decoupled_grads(together):
+    from megatron_fsdp import fully_shard, fully_shard_optimizer
+
+    options = {**AUTO, "use_decoupled_grad": True}
+    model = build() if together else build_sharded(3, **options)
+    optimizer = DecoupledSGD(model.parameters(), lr=0.05)
+    if together:
+        model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[OddShapes], **options)
+    else:
+        fully_shard_optimizer(optimizer)
+    for batch in batches(dist.get_world_size()):
+        sharded_step(model, optimizer, batch)
+    return full(model)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_an_optimizer_may_read_decoupled_grads(ranks2, together):
+    for weights in ranks2.run(train_with_decoupled_grads, together):
+        assert_close(weights, plain_weights(Kind("SGD", {"lr": 0.05}), 2))
+
+
 def shard_for_a_model_that_is_gone():
     from megatron_fsdp import fully_shard_optimizer
 

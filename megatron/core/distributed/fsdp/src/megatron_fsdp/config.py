@@ -125,7 +125,8 @@ class DistributedDataParallelConfig:
     """As `MixedPrecisionPolicy.grad_comm_dtype`."""
 
     megatron_fsdp_use_decoupled_grad: bool = False
-    """Attach gradients as `param.decoupled_grad`, in the dtype they accumulate in."""
+    """Attach gradients as `param.decoupled_grad`, in the dtype they accumulate in, for an optimizer that reads them and
+    has an attribute `use_decoupled_grad=True`, as TransformerEngine's FusedAdam; any other is refused."""
 
     megatron_fsdp_cuda_graph_mode: bool = False
     """Keep gradient tensors at fixed addresses for CUDA graphs."""
@@ -265,6 +266,11 @@ class EngineConfig(DistributedDataParallelConfig):
             numel = getattr(self, name)
             if numel is not None and (isinstance(numel, bool) or not isinstance(numel, int) or numel < 1):
                 raise ValueError(f"{name} is {numel!r}; expected a positive number of elements, or None")
+        if self.average_in_collective and self.calculate_per_token_loss:
+            raise ValueError(
+                "average_in_collective=True and calculate_per_token_loss=True exclude each other: a per-token loss is "
+                "divided by its tokens after a plain sum. Leave out one of the two."
+            )
         is_cut = self.megatron_fsdp_enable_fine_grained_param_gather
         if self.fine_grained_recurse_module_types is not None and not is_cut:
             raise ValueError("fine_grained_recurse_module_types needs enable_fine_grained_param_gather_hook=True.")

@@ -22,7 +22,7 @@ from megatron_fsdp.dtensor.shard_spec import spec_of
 from megatron_fsdp.machine.device import default_device_type, join_device
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.optim.kinds import check_fits, params_of
+from megatron_fsdp.optim.kinds import check_fits, check_reads_grads, params_of
 from megatron_fsdp.optim.local_step import shard_state
 from megatron_fsdp.optim.optimizer import fully_shard_optimizer
 from megatron_fsdp.plan.strategy import OUTER_STRATEGIES
@@ -247,6 +247,7 @@ def fully_shard(
         ValueError: the optimizer holds parameters that are not of `module`; and what `fully_shard_model` raises.
     """
     _check_optimizer(optimizer, module)
+    check_reads_grads(optimizer, are_decoupled=use_decoupled_grad)
     is_alone = dist.is_initialized() and dist.get_world_size() == 1
     if shards_anything(zero_dp_strategy, "zero_dp_strategy") and not is_alone:
         check_fits(optimizer)

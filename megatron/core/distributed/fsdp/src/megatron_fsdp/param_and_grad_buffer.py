@@ -33,7 +33,9 @@ class ParamAndGradBuffer:
         trained = [(group, group.main_grad) for group in self.parameter_groups if group.main_grad is not None]
         self._trained = [(group, managed[id(param)]) for group, _ in trained for param in group.params]
         self._main_grads = [main_grad for _, main_grad in trained]
-        attribute = "decoupled_grad" if schedule.config.megatron_fsdp_use_decoupled_grad else "grad"
+        self.are_grads_decoupled = schedule.config.megatron_fsdp_use_decoupled_grad
+        """Gradients are attached as `.decoupled_grad`."""
+        attribute = "decoupled_grad" if self.are_grads_decoupled else "grad"
         for group, main_grad in trained:
             main_grad.show_on([managed[id(param)].sharded for param in group.params], attribute)
 

@@ -80,6 +80,24 @@ def check_fits(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def check_reads_grads(optimizer: torch.optim.Optimizer, *, are_decoupled: bool) -> None:
+    """Refuses an optimizer that looks for gradients elsewhere than the model attaches them.
+
+    One that reads `decoupled_grad` has an attribute `use_decoupled_grad=True`, as TransformerEngine's FusedAdam.
+
+    Raises:
+        ValueError: it would find no gradient, and weights would never move.
+    """
+    if bool(getattr(optimizer, "use_decoupled_grad", False)) is bool(are_decoupled):
+        return
+    read, attached = ("grad", "decoupled_grad") if are_decoupled else ("decoupled_grad", "grad")
+    raise ValueError(
+        f"{type(optimizer).__name__} reads `.{read}`, but with use_decoupled_grad={are_decoupled} the model attaches "
+        f"gradients as `.{attached}`, and weights would never move; give both the same use_decoupled_grad. (An "
+        "optimizer that reads `.decoupled_grad` says so by an attribute use_decoupled_grad=True.)"
+    )
+
+
 def _whole_kind(optimizer: torch.optim.Optimizer) -> WholeKind | None:
     names = (cls.__name__ for cls in type(optimizer).__mro__)
     return next((_WHOLE_KINDS[name] for name in names if name in _WHOLE_KINDS), None)

@@ -13,7 +13,7 @@ import torch
 
 from megatron_fsdp.machine.torch_compat import uncompiled
 from megatron_fsdp.optim import local_step
-from megatron_fsdp.optim.kinds import check_fits, owned_kind, params_of
+from megatron_fsdp.optim.kinds import check_fits, check_reads_grads, owned_kind, params_of
 from megatron_fsdp.state.param_tags import OWNER_TAG
 
 _MARK = "_megatron_fsdp_optimizer"
@@ -39,12 +39,14 @@ def fully_shard_optimizer(
 
     Raises:
         TypeError: `optimizer` is no torch optimizer.
-        ValueError: it holds no parameters, some that are not of one sharded model, or shards that it cannot update.
+        ValueError: it holds no parameters, some that are not of one sharded model, or shards that it cannot update; or
+            it reads gradients elsewhere than the model attaches them (`use_decoupled_grad`).
     """
     model = _model_of(optimizer)
     if getattr(optimizer, _MARK, False):
         return optimizer
     check_fits(optimizer)
+    check_reads_grads(optimizer, are_decoupled=model.param_and_grad_buffer.are_grads_decoupled)
     model.step_guard.is_active = False
     setattr(optimizer, _MARK, True)
     vars(optimizer)["__deepcopy__"] = _refuse_copy  # copy.deepcopy asks the instance
