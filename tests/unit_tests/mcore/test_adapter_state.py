@@ -215,6 +215,7 @@ def build_refused(config: dict, ddp: dict) -> None:
     [
         ({"delay_wgrad_compute": True}, {}, "TransformerConfig.delay_wgrad_compute"),
         ({"cuda_graph_impl": "local"}, {}, "TransformerConfig.cuda_graph_impl='local'"),
+        ({"fp8": "hybrid", "fp8_param": True}, {}, "TransformerConfig.fp8='hybrid' means nothing to local layers"),
         ({"overlap_moe_expert_parallel_comm": True}, {}, "TransformerConfig.overlap_moe"),
     ],
 )

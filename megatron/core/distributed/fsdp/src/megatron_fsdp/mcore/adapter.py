@@ -79,7 +79,7 @@ class FullyShardedDataParallel(MegatronFSDP):
         device: torch.device | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ):
-        _check(config)
+        _check(config, module)
         if fsdp_unit_modules is None:
             is_sharded = shards_anything(ddp_config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy")
             fsdp_unit_modules = default_unit_modules(module) if is_sharded else []
@@ -166,12 +166,20 @@ class FullyShardedDataParallel(MegatronFSDP):
         return prefix
 
 
-def _check(config: TransformerConfig) -> None:
+def _check(config: TransformerConfig, model: nn.Module) -> None:
     for name, (off, reason) in _REFUSED.items():
         value = getattr(config, name, off)
         if value != off:
             raise NotImplementedError(
                 f"TransformerConfig.{name}={value!r} is not supported with Megatron-FSDP: {reason}. Use {off!r}."
+            )
+    classes = {cls.__module__.split(".")[0] for module in model.modules() for cls in type(module).__mro__}
+    for name in ("fp8", "fp4"):
+        value = getattr(config, name, None)
+        if value and "transformer_engine" not in classes:
+            raise NotImplementedError(
+                f"TransformerConfig.{name}={value!r} means nothing to local layers, which would compute in "
+                f"{config.params_dtype}; use TransformerEngine's, or leave {name} out."
             )
 
 
