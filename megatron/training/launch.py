@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from megatron.training.config import RunConfig, read_config
 from megatron.training.config.flags import all_flags
+from megatron.training.config.notes import notes
 from megatron.training.config.rule_book import value_of
 from megatron.training.errors import ConfigError, RunError, format_problems
 from megatron.training.ranks import Ranks
@@ -62,6 +63,8 @@ def _launch(task: str, argv: list[str] | None, ranks: Ranks) -> int:
     ignore_expected_warnings()
     if changed := differing_flags(reading.config, job.config):
         logger.info("taken from the checkpoint: %s", changed)
+    for note in notes(job.config, job.plan.kernels):
+        logger.info("%s", note)
     from megatron.training.pretrain import pretrain  # noqa: PLC0415  (loads megatron-core)
 
     try:

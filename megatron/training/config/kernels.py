@@ -119,6 +119,8 @@ def choose_kernels(config: RunConfig, machine: Machine | None = None) -> Kernels
     chosen = {
         name: auto(model, machine) if (asked := getattr(model, name)) is None else asked for name, auto in _AUTO.items()
     }
+    if config.data.reset_attention_mask and model.masked_softmax_fusion is None:
+        chosen["masked_softmax_fusion"] = False  # Apex's causal kernel ignores the samples' masks
     of_gelu, of_swiglu = chosen.pop("bias_gelu_fusion"), chosen.pop("bias_swiglu_fusion")
     return Kernels(
         **chosen,

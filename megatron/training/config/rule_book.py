@@ -49,3 +49,14 @@ def value_of(config: RunConfig, path: str) -> object:
     """The value of the field `section.name`."""
     section, name = path.split(".")
     return getattr(getattr(config, section), name)
+
+
+def is_given(config: RunConfig, path: str) -> bool:
+    """True if the field has another value than its default."""
+    return value_of(config, path) != all_flags()[path].default
+
+
+def spelled(path: str, config: RunConfig) -> str:
+    """The flag that gives a field its value, for messages: of a switch, the one that turns it on or off."""
+    flag = all_flags()[path]
+    return flag.off[0] if value_of(config, path) is False else flag.on[0]

@@ -1,10 +1,9 @@
 """Rules that hold for every run: sizes, lengths, schedules, data, checkpoints, recomputation."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from megatron.training.config.flags import all_flags
 from megatron.training.config.kernels import DETERMINISTIC
-from megatron.training.config.rule_book import Setting, flag_of, rule, value_of
+from megatron.training.config.rule_book import Setting, flag_of, is_given, rule, spelled, value_of
 from megatron.training.config.schema import RunConfig
 
 REQUIRED = ("model.num_layers", "model.hidden_size", "model.num_attention_heads", "data.seq_length",
@@ -37,6 +36,132 @@ TOKENIZER_FILES = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
 }
 """Options that each tokenizer type needs."""
+
+BELONGS: tuple[tuple[tuple[str, ...], str, Callable[[RunConfig], object]], ...] = (
+    (
+        ("model.moe_ffn_hidden_size", "model.moe_router_topk", "model.moe_router_pre_softmax",
+         "model.moe_router_load_balancing_type", "model.moe_aux_loss_coeff", "model.moe_token_dispatcher_type"),
+        "--num-experts",
+        lambda config: config.model.num_experts is not None,
+    ),
+    (
+        ("model.moe_aux_loss_coeff",),
+        "--moe-router-load-balancing-type aux_loss",
+        lambda config: config.model.moe_router_load_balancing_type != "none",
+    ),
+    (
+        ("model.rope_scaling_factor",),
+        "--use-rope-scaling",
+        lambda config: config.model.use_rope_scaling,
+    ),
+    (
+        ("model.init_method_std",),
+        "normal initial weights, without --init-method-xavier-uniform",
+        lambda config: not config.model.init_method_xavier_uniform,
+    ),
+    (
+        ("model.add_qkv_bias",),
+        "--disable-bias-linear: without it every linear layer has a bias",
+        lambda config: not config.model.add_bias_linear,
+    ),
+    (
+        ("data.reset_position_ids",),
+        "--position-embedding-type learned_absolute, which alone reads positions from the samples",
+        lambda config: config.model.position_embedding_type == "learned_absolute",
+    ),
+    (
+        ("data.reset_attention_mask",),
+        "the masks that --no-create-attention-mask-in-dataloader drops",
+        lambda config: config.data.create_attention_mask_in_dataloader,
+    ),
+    (
+        ("tokenizer.make_vocab_size_divisible_by",),
+        "rows to count, which --padded-vocab-size gives",
+        lambda config: config.tokenizer.padded_vocab_size is None,
+    ),
+    (
+        ("tokenizer.tokenizer_hf_no_include_special_tokens",),
+        "--tokenizer-type HuggingFaceTokenizer",
+        lambda config: config.tokenizer.tokenizer_type == "HuggingFaceTokenizer",
+    ),
+    (
+        ("tokenizer.tiktoken_num_special_tokens",),
+        "--tokenizer-type TikTokenizer",
+        lambda config: config.tokenizer.tokenizer_type == "TikTokenizer",
+    ),
+    (
+        ("optimizer.adam_beta1", "optimizer.adam_beta2", "optimizer.adam_eps"),
+        "--optimizer adam",
+        lambda config: config.optimizer.optimizer == "adam",
+    ),
+    (
+        ("optimizer.sgd_momentum",),
+        "--optimizer sgd",
+        lambda config: config.optimizer.optimizer == "sgd",
+    ),
+    (
+        ("optimizer.weight_decay",),
+        "a constant weight decay, without --weight-decay-incr-style",
+        lambda config: config.scheduler.weight_decay_incr_style == "constant",
+    ),
+    (
+        ("optimizer.min_lr",),
+        "a --lr-decay-style other than constant",
+        lambda config: config.scheduler.lr_decay_style != "constant",
+    ),
+    (
+        ("scheduler.lr_decay_iters", "scheduler.lr_decay_samples"),
+        "a --lr-decay-style other than constant, or --lr-warmup-fraction",
+        lambda config: config.scheduler.lr_decay_style != "constant" or config.scheduler.lr_warmup_fraction,
+    ),
+    (
+        ("scheduler.lr_warmup_init",),
+        "a warm-up: --lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction",
+        lambda config: (
+            config.scheduler.lr_warmup_iters
+            or config.scheduler.lr_warmup_samples
+            or config.scheduler.lr_warmup_fraction
+        ),
+    ),
+    (
+        ("scheduler.lr_wsd_decay_style",),
+        "--lr-decay-style WSD",
+        lambda config: config.scheduler.lr_decay_style == "WSD",
+    ),
+    (
+        ("precision.initial_loss_scale", "precision.min_loss_scale", "precision.loss_scale_window",
+         "precision.hysteresis"),
+        "a dynamic loss scale, without --loss-scale",
+        lambda config: config.precision.loss_scale is None,
+    ),
+    (
+        ("scheduler.use_checkpoint_opt_param_scheduler", "scheduler.override_opt_param_scheduler"),
+        "--load DIRECTORY",
+        lambda config: config.checkpoint.load is not None,
+    ),
+    (
+        ("checkpoint.strict_fsdp_dtensor_load",),
+        "--load or --pretrained-checkpoint DIRECTORY",
+        lambda config: config.checkpoint.load is not None or config.checkpoint.pretrained_checkpoint is not None,
+    ),
+    (
+        ("checkpoint.dist_ckpt_strictness",),
+        "--no-strict-fsdp-dtensor-load",
+        lambda config: not config.checkpoint.strict_fsdp_dtensor_load,
+    ),
+    (
+        ("logger.log_memory_to_tensorboard", "logger.log_validation_ppl_to_tensorboard",
+         "logger.log_loss_scale_to_tensorboard", "logger.tensorboard_log_interval", "logger.tensorboard_queue_size"),
+        "--tensorboard-dir",
+        lambda config: config.logger.tensorboard_dir is not None,
+    ),
+    (
+        ("train.manual_gc_interval", "train.manual_gc_eval"),
+        "--manual-gc",
+        lambda config: config.train.manual_gc,
+    ),
+)  # fmt: skip
+"""Options that say nothing without another one: their fields, that option, and a test for it."""
 
 
 @rule
@@ -103,7 +228,7 @@ def rotary_flags_need_rope(config: RunConfig, setting: Setting) -> str | None:
     names = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
              "use_rope_scaling", "rope_scaling_factor")  # fmt: skip
     paths = [f"model.{name}" for name in names]
-    given = [path for path in paths if value_of(config, path) != all_flags()[path].default]
+    given = [path for path in paths if is_given(config, path)]
     if given:
         return f"{', '.join(map(flag_of, given))}: only with --position-embedding-type rope"
     return None
@@ -126,8 +251,7 @@ def loss_scaling_needs_fp16(config: RunConfig, setting: Setting) -> Iterator[str
             yield "--initial-loss-scale is below --min-loss-scale"
         return
     for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
-        path = f"precision.{name}"
-        if value_of(config, path) != all_flags()[path].default:
+        if is_given(config, path := f"precision.{name}"):
             yield f"{flag_of(path)} needs --fp16"
     if precision.fp16_lm_cross_entropy:
         yield "--fp16-lm-cross-entropy needs --fp16"
@@ -281,10 +405,8 @@ def checkpoint_flags_have_their_directory(config: RunConfig, setting: Setting) -
         if needed == "load" and config.checkpoint.pretrained_checkpoint is not None:
             paths = tuple(name for name in paths if name != "verify_checksums")
         for name in paths:
-            flag = all_flags()[f"checkpoint.{name}"]
-            if getattr(config.checkpoint, name) != flag.default:
-                spelled = flag.off[0] if flag.default is True else flag.on[0]
-                yield f"{spelled} needs --{needed} DIRECTORY"
+            if is_given(config, path := f"checkpoint.{name}"):
+                yield f"{spelled(path, config)} needs --{needed} DIRECTORY"
 
 
 @rule
@@ -327,21 +449,11 @@ def recompute_is_complete(config: RunConfig, setting: Setting) -> Iterator[str]:
 
 
 @rule
-def tensorboard_flags_have_their_directory(config: RunConfig, setting: Setting) -> Iterator[str]:
-    """Flags of TensorBoard need its directory."""
-    if config.logger.tensorboard_dir is not None:
-        return
-    for name in ("log_memory_to_tensorboard", "log_validation_ppl_to_tensorboard"):
-        if getattr(config.logger, name):
-            yield f"{flag_of(f'logger.{name}')} needs --tensorboard-dir"
-
-
-@rule
-def collections_are_manual(config: RunConfig, setting: Setting) -> str | None:
-    """An interval between garbage collections needs them to be ours."""
-    if config.train.manual_gc_interval and not config.train.manual_gc:
-        return "--manual-gc-interval needs --manual-gc"
-    return None
+def options_have_what_they_belong_to(config: RunConfig, setting: Setting) -> Iterator[str]:
+    """An option that would say nothing is not given."""
+    for paths, needed, is_there in BELONGS:
+        if not is_there(config):
+            yield from (f"{spelled(path, config)} needs {needed}" for path in paths if is_given(config, path))
 
 
 @rule

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megatron.training.config.flags import all_flags
 from megatron.training.config.plan import ffn_hidden_size, query_groups
-from megatron.training.config.rule_book import Setting, flag_of, rule, value_of
+from megatron.training.config.rule_book import Setting, flag_of, is_given, rule, spelled, value_of
 from megatron.training.config.schema import RunConfig
 
 NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
@@ -38,9 +38,8 @@ def not_here_yet(config: RunConfig, setting: Setting) -> Iterator[str]:
     for path, (allowed, advice) in NOT_YET.items():
         value = value_of(config, path)
         if value not in allowed:
-            flag = all_flags()[path]
-            spelled = f"{flag.on[0]} {value}" if flag.base is not bool else flag.on[0] if value else flag.off[0]
-            yield f"{spelled} is not supported here; {advice}"
+            number = "" if isinstance(value, bool) else f" {value}"
+            yield f"{spelled(path, config)}{number} is not supported here; {advice}"
 
 
 @rule
@@ -113,10 +112,9 @@ def megatron_fsdp_wraps_the_model(config: RunConfig, setting: Setting) -> str | 
 @rule
 def fsdp_needs_its_checkpoint_format(config: RunConfig, setting: Setting) -> str | None:
     """Megatron-FSDP writes and reads only the fsdp_dtensor format."""
-    checkpoint = config.checkpoint
-    has_checkpoints = checkpoint.save is not None or checkpoint.load is not None
-    if has_checkpoints and checkpoint.ckpt_format not in (None, "fsdp_dtensor"):
-        return f"--ckpt-format is {checkpoint.ckpt_format}; Megatron-FSDP needs fsdp_dtensor (or leave it out)"
+    given = config.checkpoint.ckpt_format
+    if given not in (None, "fsdp_dtensor"):
+        return f"--ckpt-format is {given}; Megatron-FSDP needs fsdp_dtensor (or leave it out)"
     return None
 
 
@@ -158,7 +156,7 @@ def outer_sharding_needs_inner(config: RunConfig, setting: Setting) -> Iterator[
     ddp = config.ddp
     if not ddp.shards_outer:
         return
-    if not ddp.allows_outer_shard:
+    if not ddp.shards_weights:
         yield "--outer-dp-sharding-strategy optim needs --data-parallel-sharding-strategy optim_grads_params"
     if ddp.num_distributed_optimizer_instances == 1:
         yield "--outer-dp-sharding-strategy optim needs --num-distributed-optimizer-instances above 1"
@@ -287,8 +285,41 @@ def layers_know_the_option(config: RunConfig, setting: Setting) -> Iterator[str]
             yield f"--attention-backend {model.attention_backend} needs --transformer-impl transformer_engine"
         if model.layernorm_zero_centered_gamma:
             yield "--apply-layernorm-1p needs --transformer-impl transformer_engine"
-    elif model.attention_backend == "local":
+        return
+    if model.attention_backend == "local":
         yield "--attention-backend local needs --transformer-impl local"
+    for name in ("masked_softmax_fusion", "persist_layer_norm"):
+        if getattr(model, name):
+            yield f"{flag_of(f'model.{name}')} needs --transformer-impl local"
+
+
+@rule
+def documents_stay_apart(config: RunConfig, setting: Setting) -> Iterator[str]:
+    """Causal attention of TransformerEngine and Apex ignores the samples' masks: tokens would see across documents."""
+    if not config.data.reset_attention_mask:
+        return
+    if setting.kernels.transformer_impl != "local":
+        yield "--reset-attention-mask needs --transformer-impl local: TransformerEngine's layers ignore its masks"
+    elif setting.kernels.masked_softmax_fusion:
+        yield "--reset-attention-mask needs --no-masked-softmax-fusion: Apex's causal softmax ignores its masks"
+
+
+@rule
+def recomputed_parts_are_there(config: RunConfig, setting: Setting) -> str | None:
+    """Layers of experts have no MLP to recompute."""
+    if config.model.num_experts is not None and "mlp" in (config.recompute.recompute_modules or ()):
+        return "--recompute-modules mlp recomputes nothing with --num-experts, which takes the place of every MLP"
+    return None
+
+
+@rule
+def kept_weights_were_gathered(config: RunConfig, setting: Setting) -> str | None:
+    """Only weights that are gathered can stay gathered."""
+    if is_given(config, "ddp.fsdp_residency_bytes") and not config.ddp.shards_weights:
+        return (
+            "--fsdp-residency-bytes needs --data-parallel-sharding-strategy optim_grads_params, which gathers weights"
+        )
+    return None
 
 
 @rule

@@ -133,6 +133,11 @@ class DdpConfig:
         return self.outer_dp_sharding_strategy != "no_shard"
 
     @property
-    def allows_outer_shard(self) -> bool:
-        """Everything is sharded inside, as sharding over the outer dimension needs."""
+    def shards_grads(self) -> bool:
+        """Gradients are sharded, and so reduced in every backward."""
+        return self.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+
+    @property
+    def shards_weights(self) -> bool:
+        """Compute weights are sharded, and so gathered; sharding over the outer dimension needs this."""
         return self.data_parallel_sharding_strategy == "optim_grads_params"

@@ -70,6 +70,7 @@ def test_golden_flags_are_fine(machine: Machine) -> None:
 
 BUFFERS = "buffers_are_there_to_be_kept_or_registered"
 GATHERS = "gathers_have_a_communicator_to_use"
+BELONGS = "options_have_what_they_belong_to"
 COPIES = "copies_have_gathers_to_make"
 
 CASES = [
@@ -148,8 +149,36 @@ CASES = [
         "--num-layers 1 --recompute-granularity full --recompute-method block --recompute-num-layers 2",
         "--recompute-num-layers 2 is more than --num-layers 1",
     ),
-    ("tensorboard_flags_have_their_directory", "--log-memory-to-tensorboard", "needs --tensorboard-dir"),
-    ("collections_are_manual", "--manual-gc-interval 5", "needs --manual-gc"),
+    (BELONGS, "--log-memory-to-tensorboard", "--log-memory-to-tensorboard needs --tensorboard-dir"),
+    (BELONGS, "--no-log-loss-scale-to-tensorboard", "-loss-scale-to-tensorboard needs --tensorboard-dir"),
+    (BELONGS, "--manual-gc-interval 5", "needs --manual-gc"),
+    (BELONGS, "--moe-router-topk 1", "--moe-router-topk needs --num-experts"),
+    (BELONGS, "--moe-token-dispatcher-type alltoall", "needs --num-experts"),
+    (BELONGS, "--num-experts 2 --moe-router-load-balancing-type none --moe-aux-loss-coeff 1e-2", "aux_loss"),
+    (BELONGS, "--use-rotary-position-embeddings --rope-scaling-factor 4", "needs --use-rope-scaling"),
+    (BELONGS, "--init-method-xavier-uniform --init-method-std 0.01", "--init-method-std needs normal initial weights"),
+    (BELONGS, "--add-qkv-bias", "--add-qkv-bias needs --disable-bias-linear"),
+    (BELONGS, "--reset-position-ids --position-embedding-type rope", "which alone reads positions"),
+    (BELONGS, "--reset-attention-mask --no-create-attention-mask-in-dataloader", "the masks that"),
+    (BELONGS, "--padded-vocab-size 512 --make-vocab-size-divisible-by 64", "--padded-vocab-size gives"),
+    (BELONGS, "--tiktoken-num-special-tokens 5", "needs --tokenizer-type TikTokenizer"),
+    (BELONGS, "--tokenizer-hf-no-include-special-tokens", "needs --tokenizer-type HuggingFaceTokenizer"),
+    (BELONGS, "--optimizer sgd --adam-eps 1e-6", "--adam-eps needs --optimizer adam"),
+    (BELONGS, "--sgd-momentum 0.5", "--sgd-momentum needs --optimizer sgd"),
+    (BELONGS, "--weight-decay-incr-style linear --weight-decay 0.1", "needs a constant weight decay"),
+    (BELONGS, "--lr-decay-style constant --min-lr 1e-5", "--min-lr needs a --lr-decay-style other than constant"),
+    (BELONGS, "--lr-decay-style constant --lr-decay-iters 5", "--lr-decay-iters needs a --lr-decay-style"),
+    (BELONGS, "--lr-warmup-init 1e-6", "--lr-warmup-init needs a warm-up"),
+    (BELONGS, "--lr-wsd-decay-style linear", "--lr-wsd-decay-style needs --lr-decay-style WSD"),
+    (BELONGS, "--fp16 --loss-scale 8 --hysteresis 1", "--hysteresis needs a dynamic loss scale"),
+    (BELONGS, "--use-checkpoint-opt-param-scheduler", "needs --load DIRECTORY"),
+    (BELONGS, "--override-opt-param-scheduler", "needs --load DIRECTORY"),
+    (BELONGS, "--no-strict-fsdp-dtensor-load", "needs --load or --pretrained-checkpoint DIRECTORY"),
+    (BELONGS, "--load a --dist-ckpt-strictness log_all", "needs --no-strict-fsdp-dtensor-load"),
+    ("documents_stay_apart", "--reset-attention-mask --transformer-impl transformer_engine", "ignore its masks"),
+    ("documents_stay_apart", "--reset-attention-mask --masked-softmax-fusion", "needs --no-masked-softmax-fusion"),
+    ("recomputed_parts_are_there", "--num-experts 2 --recompute-activations --recompute-modules mlp", "nothing"),
+    ("kept_weights_were_gathered", "--fsdp-residency-bytes auto --data-parallel-sharding-strategy 1", "optim_grads_"),
     ("not_here_yet", "--context-parallel-size 2", "--context-parallel-size 2 is not supported here"),
     (
         "tensor_parallel_ranks_share_evenly",
@@ -175,7 +204,7 @@ CASES = [
     ("not_here_yet", "--no-use-mcore-models", "--no-use-mcore-models is not supported here"),
     ("megatron_fsdp_wraps_the_model", "", "--data-parallel-sharding-strategy no_shard"),
     ("fsdp_needs_its_checkpoint_format", "--save a --ckpt-format torch_dist", "Megatron-FSDP needs fsdp_dtensor"),
-    ("fsdp_needs_its_checkpoint_format", "--load a --ckpt-format torch", "Megatron-FSDP needs fsdp_dtensor"),
+    ("fsdp_needs_its_checkpoint_format", "--ckpt-format torch", "Megatron-FSDP needs fsdp_dtensor"),
     ("format_of_fsdp_needs_fsdp", "--ckpt-format fsdp_dtensor", "needs --use-megatron-fsdp"),
     (GATHERS, "--create-all-gather-group --data-parallel-sharding-strategy no_shard", "no_shard makes none"),
     (GATHERS, "--create-all-gather-group --fsdp-copy-engine-gather", "has no effect with --fsdp-copy-engine-gather"),
@@ -221,6 +250,21 @@ CASES = [
 @pytest.mark.parametrize(("name", "argv", "message"), CASES, ids=[f"{name}: {argv}" for name, argv, _ in CASES])
 def test_violation_is_reported(name: str, argv: str, message: str) -> None:
     assert message in found_by(name, argv)
+
+
+def test_masks_of_documents_are_refused_where_kernels_ignore_them() -> None:
+    """By default on a machine with TransformerEngine; Apex's softmax is not chosen with them."""
+    assert "TransformerEngine's layers ignore" in found_by("documents_stay_apart", "--reset-attention-mask", FULL)
+    apex = dataclasses.replace(FULL, has_transformer_engine=False)
+    assert found_by("documents_stay_apart", "--reset-attention-mask", apex) == ""
+    assert not choose_kernels(load_config(["--reset-attention-mask"]), apex).masked_softmax_fusion
+    assert choose_kernels(load_config([]), apex).masked_softmax_fusion
+
+
+def test_kernels_of_local_layers_are_refused_with_others() -> None:
+    found = found_by("layers_know_the_option", "--masked-softmax-fusion --persist-layer-norm", FULL)
+    assert "--masked-softmax-fusion needs --transformer-impl local" in found
+    assert "--persist-layer-norm needs --transformer-impl local" in found
 
 
 def test_violations_on_a_gpu_machine() -> None:
@@ -275,10 +319,6 @@ def test_all_violations_come_in_one_error() -> None:
     assert text.startswith("The configuration has 3 problems:\n  - ")
 
 
-def test_checkpoint_format_is_free_without_checkpoints() -> None:
-    check(load_config(f"{RUN} --ckpt-format torch_dist".split()), 2, CPU)
-
-
 def test_only_evaluating_needs_no_training_flags() -> None:
     argv = RUN.replace("--train-iters 8 --lr 1e-3", "--skip-train --load checkpoints")
     check(load_config(argv.split()), 2, CPU)
@@ -290,4 +330,4 @@ def test_the_configuration_answers_as_the_engines_table(inner: str, outer: str) 
     ddp = DdpConfig(data_parallel_sharding_strategy=inner, outer_dp_sharding_strategy=outer)
     assert ddp.shards_inner == plan_for(inner).shards_anything
     assert ddp.shards_outer == plan_for("optim_grads_params", outer, inner_size=1, outer_size=2).shards_anything
-    assert ddp.allows_outer_shard == (set(dataclasses.astuple(RESTING[inner])) == {Placement.SHARD})
+    assert ddp.shards_weights == (set(dataclasses.astuple(RESTING[inner])) == {Placement.SHARD})
