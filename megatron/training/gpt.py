@@ -34,7 +34,6 @@ def model_provider(job: Job, core_config: TransformerConfig) -> GPTModel:
         layer_spec(model, job.plan.kernels.transformer_impl),
         vocab_size=job.plan.padded_vocab_size,
         max_sequence_length=max_positions(job.config),
-        fp16_lm_cross_entropy=job.config.precision.fp16_lm_cross_entropy,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,

@@ -253,8 +253,6 @@ def loss_scaling_needs_fp16(config: RunConfig, setting: Setting) -> Iterator[str
     for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
         if is_given(config, path := f"precision.{name}"):
             yield f"{flag_of(path)} needs --fp16"
-    if precision.fp16_lm_cross_entropy:
-        yield "--fp16-lm-cross-entropy needs --fp16"
 
 
 @rule

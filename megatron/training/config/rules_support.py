@@ -25,6 +25,7 @@ NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
         (False,),
         "megatron-core's layers cannot initialise themselves one unit at a time; leave it out",
     ),
+    "precision.fp16_lm_cross_entropy": ((False,), "leave it out; megatron-core's GPT takes it and computes in fp32"),
     "precision.fp8": ((None,), "use --bf16"),
     "ddp.fp8_param_gather": ((False,), "use --bf16"),
     "data.dataloader_type": ((None, "single", "cyclic"), "use single or cyclic"),

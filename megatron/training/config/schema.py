@@ -92,7 +92,7 @@ class PrecisionConfig:
     """Overflowing steps before the dynamic scale halves."""
 
     fp16_lm_cross_entropy: bool = False
-    """Compute the loss in float16, instead of fp32."""
+    """Compute the loss in float16, instead of fp32. Not supported here."""
 
     fp8: Literal["e4m3", "hybrid"] | None = None
     """Compute in fp8. Not supported here yet."""

@@ -34,15 +34,21 @@ class Outcome:
 
 def train(flags: str, *, task=None, callbacks=()) -> Outcome:
     """A run with the flags of `TINY` and these. **Collective.**"""
-    from megatron.training import gpt
     from megatron.training.config import load_config
+
+    return train_config(load_config(shlex.split(TINY + flags)), task=task, callbacks=callbacks)
+
+
+def train_config(config, *, task=None, callbacks=()) -> Outcome:
+    """A run of `config`. **Collective.**"""
+    from megatron.training import gpt
     from megatron.training.job import prepare
     from megatron.training.pretrain import pretrain
     from megatron.training.ranks import Ranks
 
     rank, outcome = dist.get_rank(), Outcome()
     ranks = Ranks(rank=rank, local_rank=rank, world_size=dist.get_world_size())
-    job = prepare(load_config(shlex.split(TINY + flags)), ranks.world_size)
+    job = prepare(config, ranks.world_size)
     output = io.StringIO()
     with contextlib.redirect_stdout(output), kept_groups():
         pretrain(job, task or gpt.TASK, ranks, [recorder(outcome), *callbacks])

@@ -200,6 +200,7 @@ CASES = [
         "--sequence-parallel --tensor-model-parallel-size 2 --transformer-impl local",
         "needs norms of TransformerEngine",
     ),
+    ("not_here_yet", "--fp16 --fp16-lm-cross-entropy", "--fp16-lm-cross-entropy is not supported here"),
     ("not_here_yet", "--fp8-param-gather", "--fp8-param-gather is not supported here"),
     ("not_here_yet", "--no-use-mcore-models", "--no-use-mcore-models is not supported here"),
     ("megatron_fsdp_wraps_the_model", "", "--data-parallel-sharding-strategy no_shard"),
