@@ -164,13 +164,13 @@ def _without_views(unit: Unit, value: Any) -> Any:
         return value.clone() if unit.owns(value) else value
     if isinstance(value, (tuple, list)):
         items = [_without_views(unit, item) for item in value]
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):  # some are dicts, too, and keep both alike
-        copied = copy.copy(value)
-        assign = object.__setattr__ if value.__dataclass_params__.frozen else setattr
+        record: Any = copy.copy(value)
+        assign = object.__setattr__ if record.__dataclass_params__.frozen else setattr
         for field in dataclasses.fields(value):
-            assign(copied, field.name, _without_views(unit, getattr(value, field.name)))
-        return copied
+            assign(record, field.name, _without_views(unit, getattr(value, field.name)))
+        return record
     if isinstance(value, dict):
         copied = copy.copy(value)
         for key, item in value.items():
