@@ -87,6 +87,7 @@ class OverlapReport:
             sums[unit.label if unit is not None else _OUTSIDE][f"{work.value}_ms"] += time_ms
         for (unit, _work), time_ms in spent.exposed.items():
             sums[unit.label if unit is not None else _OUTSIDE]["exposed_ms"] += time_ms
+        # mypy takes what is unpacked for the label too.
         self._rows = tuple(Times(label=label, **times) for label, times in sums.items())  # type: ignore[arg-type]
         self.peak_memory = schedule.device.peak_memory()
 
