@@ -251,13 +251,13 @@ def test_an_overridden_schedule_holds_and_a_taken_one_too(mcore_ranks1, saved):
     assert float(rates[0][-1]) == 0.25 and float(rates[1][-1]) == 1e-3
 
 
-CONSTANT = "--lr-decay-style constant "
+CONSTANT = "--lr-decay-style constant --min-lr 0 "
 
 
 def test_a_constant_rate_needs_no_flag_for_a_longer_run(mcore_ranks1, tmp_path):
     flags = CONSTANT + "--train-iters 6 "
     whole, _, resumed = mcore_ranks1.run(
-        run_all, flags, CONSTANT + f"--save {tmp_path}", flags + f"--load {tmp_path} --lr-warmup-iters 1 --min-lr 0"
+        run_all, flags, CONSTANT + f"--save {tmp_path}", flags + f"--load {tmp_path} --lr-warmup-iters 1"
     )[0]
     assert resumed.losses == whole.losses[3:]
     warming = CONSTANT + f"--load {tmp_path} --train-iters 6 --lr-warmup-iters 4"
