@@ -298,3 +298,15 @@ def test_a_program_prints_markers_at_the_margin():
         "4    wait layers.0",
     ]
     assert all(event in BEGINS for event in (ENTER, GRAD, AGAIN))
+
+
+def test_units_recomputed_together_are_kept_until_all_are_over_where_ranks_differ():
+    recomputed = ((AGAIN, 1), (AGAIN, 2), (GRAD, 2), (OVER, 2), (GRAD, 1), (OVER, 1))
+    trace = ((GRAD, 0), (GRAD, 3), (OVER, 3), *recomputed, (OVER, 0))
+    alike = ["+0", "+3", "-3", "r3", "+1", "+2", "-2", "r2", "-1", "r1", "-0", "r0"]
+    assert script(build(trace, plain(3))) == alike
+    kept = ["+0", "+3", "-3", "r3", "+1", "+2", "-1", "-2", "r2", "r1", "-0", "r0"]
+    program = build(trace, plain(3), is_spmd=False)
+    assert sorted(script(program)) == sorted(kept) and script(program)[:6] == kept[:6]
+    assert program.ops.index(Op(RELEASE, 2)) > program.ops.index(Op(AT, 1, GRAD))
+    assert program.ops.index(Op(REDUCE, 2)) > program.ops.index(Op(AT, 1, GRAD))

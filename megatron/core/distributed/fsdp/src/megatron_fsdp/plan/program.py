@@ -248,24 +248,52 @@ def _uses(trace: Trace) -> list[_Use]:
     return sorted(uses + [_Use(unit, start, len(trace)) for unit, start in begun.items()], key=lambda use: use.start)
 
 
+def _recomputed_together(trace: Trace, uses: Sequence[_Use]) -> list[_Use]:
+    """Uses of a backward in which ranks differ: those that overlap, some of them recomputed, last until all are over.
+
+    Units that a rank leaves out at a checkpoint's end move the begin of recomputation, so there the order of events
+    differs from one choice of units to the next.
+    """
+    spans: list[tuple[int, int]] = []
+    for use in uses:
+        if use.unit and spans and use.start < spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], use.stop))
+        elif use.unit:
+            spans.append((use.start, use.stop))
+    spans = [(start, stop) for start, stop in spans if any(event == AGAIN for event, _ in trace[start:stop])]
+    held: dict[tuple[int, int], _Use] = {}
+    for use in uses:
+        stop = next((stop for start, stop in spans if use.unit and start <= use.start < stop), 0)
+        held.setdefault((use.unit, stop or use.start), use._replace(stop=stop or use.stop))
+    return list(held.values())
+
+
 def build(trace: Trace, facts: Sequence[UnitFacts], *, is_spmd: bool = True) -> Program:
     """The program that does everything in place: all-gather before a use, reshard after it, reduce after the last one.
 
     What no rank used has a zero gradient on all ranks, and is reduced at the end of backward.
     """
     starts, stops = collections.defaultdict(list), collections.defaultdict(list)
-    for use in _uses(trace):
+    uses = _uses(trace)
+    last_over = {unit: n for n, (event, unit) in enumerate(trace) if event == OVER}
+    if not is_spmd:
+        uses = _recomputed_together(trace, uses)
+        for use in uses:
+            if last_over.get(use.unit, use.stop) < use.stop:
+                last_over[use.unit] = use.stop
+    for use in uses:
         starts[use.start].append(use.unit)
         stops[use.stop].append(use.unit)
-    last_over = {unit: n for n, (event, unit) in enumerate(trace) if event == OVER}
+    reduced = collections.defaultdict(list)
+    for unit in sorted(last_over, key=lambda unit: last_over[unit]):
+        reduced[last_over[unit]].append(unit)
     is_backward = is_of_backward(trace)
     kept = {unit for event, unit in trace if event == KEEP}
     order = dict.fromkeys(unit for _, unit in trace)
     ops = [] if is_backward else [Op(REFRESH, unit) for unit in order if facts[unit].refreshes]
     for n, (event, unit) in enumerate((*trace, (OVER, -1))):
         ops += [Op(RELEASE, u) for u in stops[n] if facts[u].numel and not (u in kept and n == len(trace))]
-        if last_over.get(unit) == n and facts[unit].reduces:
-            ops += [Op(REDUCE, unit), Op(FINALIZE, unit)]
+        ops += [Op(kind, u) for u in reduced[n] if facts[u].reduces for kind in (REDUCE, FINALIZE)]
         for begun in starts[n]:
             if facts[begun].gathers:
                 ops += [Op(GATHER, begun), Op(WAIT, begun)]
