@@ -1,19 +1,29 @@
-"""A weight format of another kind: float8 with a scale of the whole parameter, stored and gathered as bytes."""
+"""Weight formats of other kinds: float8 with a scale of the whole parameter, stored and gathered as bytes; eighths."""
+
+import functools
+from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp import fully_shard_optimizer
+from megatron_fsdp.state.codec import Shard, WeightCodec, register_codec
 from tests.unit_tests.harness.communication import collectives_heard
 from tests.unit_tests.harness.float8_reference import Float8Tensor, encoded, scale_of
 from tests.unit_tests.harness.models import MLPBlock
 from tests.unit_tests.harness.parity import TASKS, Case, check
 from tests.unit_tests.harness.rank_pool import RankPool
 from tests.unit_tests.harness.reference import DtypePolicy
-from tests.unit_tests.harness.sharded import Sharding, build_sharded, full_weights, train_step
+from tests.unit_tests.harness.sharded import Sharding, build_sharded, full_weights, shard, train_step
+from tests.unit_tests.harness.strategies import STRATEGIES
 
-STRATEGIES = (0, 1, 2, 3)
 UNIT_LISTS = (None, (MLPBlock,), (MLPBlock, "torch.nn.Linear"))
+
+
+def units_of(ranks: int, strategy: int) -> tuple | None:
+    """Unit lists in turn."""
+    return UNIT_LISTS[(ranks + strategy) % len(UNIT_LISTS)]
 
 
 @pytest.mark.parametrize("task", ["float8", "float8_recompute", "float8_frozen"])
@@ -28,9 +38,9 @@ def test_float8_weights_train_like_one_process_with_the_same_quantizer(
                 task=task,
                 microbatches=2,
                 steps=3 if ranks < 3 else 2,
-                sharding=Sharding(strategy=strategy, units=units, is_poisoned=strategy != 1),
+                sharding=Sharding(strategy=strategy, units=units_of(ranks, strategy), is_poisoned=strategy != 1),
             )
-            for strategy, units in zip(STRATEGIES, (UNIT_LISTS * 2)[ranks:], strict=False)
+            for strategy in STRATEGIES
         ],
     )
 
@@ -91,6 +101,56 @@ def test_weights_rest_and_travel_as_bytes(ranks2: RankPool, strategy: int) -> No
         assert facts["rest"] == 4 * 36 // (2 if strategy == 3 else 1)
         assert facts["is_exact"] == [True] * 3
         assert facts["gathers"] == (0 if strategy == 0 else 8)
+
+
+class RoundingCodec(WeightCodec):
+    """Stores eighths, in the parameter's own dtype, of parameters with the attribute `has_eighths`."""
+
+    is_cast = False
+
+    def handles(self, param: torch.nn.Parameter) -> bool:
+        return getattr(param, "has_eighths", False)
+
+    def encode(self, shards: Sequence[Shard], groups: Sequence[dist.ProcessGroup]) -> None:
+        for shard in shards:
+            shard.stored.copy_((shard.main * 8).round() / 8)
+
+
+register_rounding = functools.cache(lambda: register_codec(RoundingCodec()))
+
+
+def job_rounding(strategy: int, outer: str | None, is_frozen: bool) -> None:
+    """Main weights take steps that are smaller than what a forward can see, and forwards see eighths of them."""
+    register_rounding()
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(6, 5, bias=False), torch.nn.Linear(5, 3, bias=False))
+    first = module[0].weight
+    first.has_eighths = True
+    first.requires_grad_(not is_frozen)
+    initial = first.detach().clone()
+    model = shard(module, Sharding(strategy=strategy, outer=outer, units=(torch.nn.Linear,)))
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    seen = []
+    model.module[0].register_forward_pre_hook(lambda linear, _: seen.append(linear.weight.detach().clone()))
+    for _ in range(4):
+        main = full_weights(model)["0.weight"]
+        model(torch.ones(2, 6)).sum().backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(seen[-1], (main * 8).round() / 8)
+        assert is_frozen == torch.equal(full_weights(model)["0.weight"], main)
+    moved = (full_weights(model)["0.weight"] - initial).abs().max()
+    assert (moved == 0) if is_frozen else (0 < moved < 1 / 8), moved
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_codec_that_is_no_cast_leaves_main_weights_of_its_own_dtype_alone(
+    rank_pools: dict[int, RankPool], is_frozen: bool
+) -> None:
+    for strategy in STRATEGIES:
+        rank_pools[2].run(job_rounding, strategy, None, is_frozen)
+    rank_pools[4].run(job_rounding, 3, "optim", is_frozen)
 
 
 class Strange(torch.Tensor):

@@ -123,7 +123,7 @@ def _make_group(
     # A frozen weight is never updated: a second copy in another dtype would be memory for nothing.
     main_dtype = params[0].dtype if is_frozen else precision.main_params_dtype or params[0].dtype
     strategy = _strategy(request, group.key.is_expert, group.key.is_replicated)
-    if is_frozen and codec.storage_dtype(params[0]) == main_dtype:
+    if is_frozen and codec.is_cast and codec.storage_dtype(params[0]) == main_dtype:
         strategy = strategy.without_optimizer()
     spec = GroupSpec(
         name=name,

@@ -35,7 +35,8 @@ class WeightCodec:
     """
 
     is_cast = True
-    """Encoding is a cast to the storage dtype, element by element, so a gather may do it on its way."""
+    """Encoding is a cast to the storage dtype, element by element: a gather may do it on its way, and a weight in the
+    main weight's dtype is the main weight itself. Without it they never share memory."""
 
     def handles(self, param: torch.nn.Parameter) -> bool:
         """True if this codec stores `param`."""

@@ -28,7 +28,7 @@ class ParamGroup:
         self.spec, self.plan, self.layout, self.params = spec, plan, spec.layout, spec.params
         self.requires_grad = spec.requires_grad
         self._pool = pool
-        shares_main = dtype == spec.main_dtype
+        shares_main = spec.codec.is_cast and dtype == spec.main_dtype  # other codecs would encode over the main weight
         # Where the two differ only by dtype, keeping the compute weight's shard would be memory for nothing.
         can_cast = spec.codec.is_cast and not shares_main
         self._casts_in_gather = can_cast and plan.gathers_weights and plan.weight == plan.main_weight
