@@ -324,6 +324,9 @@ def do(action: str) -> None:
         "inner to": functools.partial(model.module.to, torch.float64),
         "inner meta": functools.partial(model.module.to, "meta"),
         "outside": nn.Sequential(model.module).bfloat16,
+        "unit": functools.partial(model.module.blocks[0].to, torch.bfloat16),
+        "list": model.module.blocks.half,
+        "part of a unit": functools.partial(model.module.blocks[0].linear.to, "meta"),
         "copy": functools.partial(copy.deepcopy, model),
         "force": functools.partial(model.finish_grad_sync, force_all_reduce=True),
         "register": model.param_and_grad_buffer.manual_buffer_registration,
@@ -345,6 +348,9 @@ ACTIONS = [
     ("inner to", RuntimeError, "do it before sharding"),
     ("inner meta", RuntimeError, "do it before sharding"),
     ("outside", RuntimeError, "do it before sharding"),
+    ("unit", RuntimeError, r"or a part of it, cannot be moved or cast \(from torch.float32 .* to torch.bfloat16"),
+    ("list", RuntimeError, "do it before sharding"),
+    ("part of a unit", RuntimeError, "do it before sharding"),
     ("copy", NotImplementedError, "copy the module before sharding"),
     ("force", ValueError, "sharded ones are reduced to their owners"),
     ("register", RuntimeError, "needs nccl_ub=True"),
@@ -369,6 +375,9 @@ def move_to_where_it_is() -> bool:
     model = sharded()
     with no_collectives():
         is_inner_same = model.module.to("cpu") is model.module and model.module.float() is model.module
+        copied = copy.deepcopy(model.module.head)
+        parts = [*model.module.modules(), copied]
+        assert all(part.to("cpu") is part and part.float() is part for part in parts)
         return model.to("cpu") is model and model.float() is model and is_inner_same
 
 

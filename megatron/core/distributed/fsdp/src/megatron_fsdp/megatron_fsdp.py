@@ -29,7 +29,7 @@ from megatron_fsdp.diagnostics.guards import ForwardGuard, StepGuard
 from megatron_fsdp.diagnostics.hang_report import report_hangs
 from megatron_fsdp.diagnostics.nan_report import NanReport, NonFiniteGradientError
 from megatron_fsdp.diagnostics.overlap_report import OverlapReport
-from megatron_fsdp.diagnostics.refusals import refuse_hooks, refuse_moves
+from megatron_fsdp.diagnostics.refusals import check_stays, refuse_hooks, refuse_moves
 from megatron_fsdp.diagnostics.summary import build_summary
 from megatron_fsdp.dtensor.shard_spec import make_sharded_param, tensor_parallel_group
 from megatron_fsdp.dtensor.tensor_parallel_checks import check_replicas, check_tensor_parallel
@@ -198,7 +198,7 @@ class MegatronFSDP(nn.Module):
             vars(param.sharded)[OWNER_TAG] = owner
             vars(param.unsharded)["__fsdp_param__"] = True  # read by megatron-core
             refuse_hooks(param.sharded, param.fqn)
-        refuse_moves(self.module, owner)
+        refuse_moves(self.module, owner, self.device)
         model = weakref.proxy(self)
         schedule.on_auto_sync = lambda: model.finish_grad_sync()
         if config.hang_report_s:
@@ -440,14 +440,7 @@ class MegatronFSDP(nn.Module):
         Raises:
             RuntimeError: the device or a dtype would change.
         """
-        for dtype in {param.dtype for param in self.parameters()}:
-            probe = torch.empty(0, dtype=dtype, device=self.device)
-            moved = fn(probe)
-            if moved.dtype != dtype or moved.device != probe.device:
-                raise RuntimeError(
-                    f"a sharded model cannot be moved or cast (from {dtype} on {self.device} to {moved.dtype} on "
-                    f"{moved.device}); do it before sharding."
-                )
+        check_stays(fn, self.parameters(), self.device)
         return self
 
     def __deepcopy__(self, memo: dict) -> MegatronFSDP:
