@@ -112,8 +112,8 @@ class RoundingCodec(WeightCodec):
         return getattr(param, "has_eighths", False)
 
     def encode(self, shards: Sequence[Shard], groups: Sequence[dist.ProcessGroup]) -> None:
-        for shard in shards:
-            shard.stored.copy_((shard.main * 8).round() / 8)
+        for each in shards:
+            each.stored.copy_((each.main * 8).round() / 8)
 
 
 register_rounding = functools.cache(lambda: register_codec(RoundingCodec()))

@@ -352,7 +352,9 @@ def check_stray_reads(strategy: int) -> None:
         with pytest.raises(RuntimeError, match="DTensor") as caught:
             model(torch.arange(3))
         (note,) = caught.value.__notes__
-        assert "outside it: embed.weight (unit embed). Pass root_params=[model.embed.weight] to fully_shard" in note
+        assert (
+            "outside it: model.embed.weight (unit embed). Pass root_params=[model.embed.weight] to fully_shard" in note
+        )
         assert not any(group.plan.gathers_weights and group.is_unsharded for group in groups_of(model))
         module = copy.deepcopy(plain)
         model = shard(module, Sharding(**{**vars(sharding), "options": {"root_params": [module.embed.weight]}}))
@@ -370,6 +372,40 @@ def groups_of(model: Any) -> list[Any]:
 def test_a_weight_read_outside_its_unit_is_named(ranks2: RankPool) -> None:
     for strategy in (1, 3):
         ranks2.run(check_stray_reads, strategy)
+
+
+class ReadsALayer(nn.Module):
+    """Its forward reads a weight of a layer in a list, or hands on those of all layers."""
+
+    def __init__(self, reads_all: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.reads_all = reads_all
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, 4), kept."""
+        if self.reads_all:
+            first, second = (layer.weight for layer in self.layers)
+            return x @ first + x @ second
+        weight = self.layers[1].weight
+        return x @ weight
+
+
+def note_of_a_stray_read(reads_all: bool) -> str:
+    model = shard(ReadsALayer(reads_all), Sharding(units=(nn.Linear,)))
+    with pytest.raises(RuntimeError, match="DTensor") as caught:
+        model(torch.ones(1, 4))
+    return caught.value.__notes__[0]
+
+
+def test_a_stray_read_is_spelled_as_python_and_advised_on_if_it_is_certain(ranks2: RankPool) -> None:
+    for note in ranks2.run(note_of_a_stray_read, False):
+        assert (
+            "outside it: model.layers[1].weight (unit layers.1). Pass root_params=[model.layers[1].weight] to" in note
+        )
+    for note in ranks2.run(note_of_a_stray_read, True):
+        one_of = "one of model.layers[0].weight (unit layers.0), model.layers[1].weight (unit layers.1)."
+        assert note.endswith(one_of) and "root_params" not in note
 
 
 class Attending(nn.Module):

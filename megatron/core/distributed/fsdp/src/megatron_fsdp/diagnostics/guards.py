@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
 import logging
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_fsdp.machine.torch_compat import local_tensor, storage_id, version_of
 from megatron_fsdp.runtime.schedule import Schedule
@@ -84,11 +86,15 @@ class ForwardGuard:
             found = _stray_reads(error, [(unit, param) for unit, param in self._owned if not unit.shows_unsharded])
         if not found:
             return
-        listed = ", ".join(f"{param.fqn} (unit {unit.label})" for unit, param in found)
-        note = (
-            f"Parameters are whole only while a forward of their unit runs. Read outside it: {listed}. Pass "
-            f"root_params=[model.{found[0][1].fqn}] to fully_shard, so that it stays gathered while the model computes."
-        )
+        listed = ", ".join(f"{_spelled(param.fqn)} (unit {unit.label})" for unit, param in found)
+        note = "Parameters are whole only while a forward of their unit runs. Read outside it: "
+        if len(found) == 1:
+            note += (
+                f"{listed}. Pass root_params=[{_spelled(found[0][1].fqn)}] to fully_shard, so that it stays gathered "
+                "while the model computes."
+            )
+        else:
+            note += f"one of {listed}."
         if hasattr(error, "add_note"):
             error.add_note(note)
         else:  # Python 3.10
@@ -164,13 +170,19 @@ def _stray_reads(error: BaseException, resting: Sequence[Owned]) -> list[Owned]:
     return []
 
 
+def _spelled(fqn: str) -> str:
+    """The parameter as Python reads it: `layers.0.weight` is `model.layers[0].weight`."""
+    return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", f"model.{fqn}")
+
+
 def _tail(fqn: str) -> str:
     """`module.parameter`: the last two parts of a name that are attributes."""
     return ".".join([part for part in fqn.split(".") if not part.isdigit()][-2:])
 
 
 class StepGuard:
-    """Raises if an unknown optimizer has stepped main weights which nobody installed, in the first cycles.
+    """Raises if an unknown optimizer has stepped main weights which nobody installed, in the first cycles, or steps the
+    parameters from before sharding, which nobody computes with.
 
     Main weights are compared by value with those of the cycle before, because fused and foreach steps of an optimizer
     that was built from `parameters()` are counted nowhere, and because a step may rightly be left out. Reads only, and
@@ -184,6 +196,24 @@ class StepGuard:
         self._generation = -1
         self._sums: dict[int, torch.Tensor] = {}
         """Sums of the main weights' bits, by id of the group."""
+        self._replaced = {id(param.unsharded): param.fqn for unit in schedule.units for param in unit.params}
+        hook = register_optimizer_step_pre_hook(functools.partial(_before_any_step, weakref.ref(self)))
+        weakref.finalize(self, hook.remove)
+
+    def refuse_replaced(self, optimizer: torch.optim.Optimizer) -> None:
+        """Looks at the parameters that an optimizer is about to step.
+
+        Raises:
+            RuntimeError: some are those that sharding has replaced. They have no gradients: nothing would change.
+        """
+        held = (id(param) for group in optimizer.param_groups for param in group["params"])
+        fqn = next((self._replaced[number] for number in held if number in self._replaced), None)
+        if fqn is not None:
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} was made before sharding and holds {fqn} as it was then, so its "
+                "steps would change nothing; make the optimizer from the sharded model's parameters(), or pass both to "
+                "fully_shard."
+            )
 
     @torch.no_grad()
     def check(self) -> None:
@@ -214,3 +244,10 @@ class StepGuard:
                     "fully_shard_optimizer() or fully_shard() gives back; after other changes call "
                     "install_optimized_model_weights()."
                 )
+
+
+def _before_any_step(guard_ref: weakref.ref[StepGuard], optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Hook of torch, for the steps of all optimizers of the process."""
+    guard = guard_ref()
+    if guard is not None and guard.is_active:
+        guard.refuse_replaced(optimizer)
