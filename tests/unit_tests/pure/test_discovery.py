@@ -6,7 +6,7 @@ from torch import nn
 
 from megatron_fsdp import fsdp_no_shard
 from megatron_fsdp.build import find_units
-from megatron_fsdp.build.find_units import plan_units, resolve_unit_classes
+from megatron_fsdp.build.find_units import plan_units, repeated_layer, resolve_unit_classes
 from tests.unit_tests.harness.models import MLPBlock, TinyMLP, TinyTransformer, TransformerBlock
 
 
@@ -21,6 +21,9 @@ class Outer(nn.Module):
         self.own = nn.Parameter(torch.zeros(2))
         self.inner = self.Inner(2, 2)
         self.activation = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(self.inner(x) + self.own)
 
 
 def owners(root, *classes, root_params=()):
@@ -106,6 +109,34 @@ def test_classes_that_match_nothing_are_an_error_that_names_what_is_there():
         ValueError, match="no module of TinyMLP is a Conv2d, GRU; classes present are: Linear, MLPBlock, "
     ):
         plan_units(TinyMLP(), (nn.Conv2d, nn.GRU))
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict, nn.Module])
+def test_a_container_without_a_forward_is_no_unit(container):
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    model = nn.Sequential(
+        nn.ModuleDict(dict(zip("ab", layers))) if container is nn.ModuleDict else nn.ModuleList(layers)
+    )
+    if container is nn.Module:  # every parameter is in a smaller unit than the container
+        assert list(owners(model, container)) == ["", "0.0", "0.1"]
+        return
+    message = f"fsdp_unit_modules names {container.__name__}, which has no forward; name the class of its items .Linear"
+    with pytest.raises(ValueError, match=message):
+        plan_units(model, (container,))
+
+
+def test_a_container_of_parameters_is_no_unit():
+    model = Outer()
+    model.table = nn.ParameterList([torch.zeros(2)])
+    with pytest.raises(ValueError, match="names ParameterList, which has no forward; name the class of the module aro"):
+        plan_units(model, (nn.ParameterList,))
+
+
+def test_the_repeated_layer_is_the_largest_class_that_follows_itself():
+    assert repeated_layer(TinyMLP(depth=3)) is MLPBlock
+    assert repeated_layer(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.ReLU())) is None
+    model = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)), TinyMLP(depth=3)])
+    assert repeated_layer(model) is MLPBlock
 
 
 def test_classes_and_paths_mean_the_same():

@@ -20,11 +20,13 @@ WIDTH = 512
 def build(kind: str) -> nn.Module:
     if kind == "odd":
         return OddModel(depth=1)
+    if kind == "large":
+        return TinyMLP(width=2 * WIDTH, depth=3, bias=False)
     model = TinyMLP(width=WIDTH, depth=3, bias=False)
     return freeze(model, "blocks.0") if kind == "frozen" else model
 
 
-UNITS = {"odd": (OddShapes,), "mlp": (MLPBlock,), "frozen": (MLPBlock,)}
+UNITS = {"odd": (OddShapes,), "mlp": (MLPBlock,), "frozen": (MLPBlock,), "large": None, "one": None}
 
 
 def summaries(kind: str, strategy: int, outer: int | None = None, **options: bool) -> list[str]:
@@ -49,6 +51,17 @@ def test_one_summary_is_logged_on_the_first_rank_only(ranks3):
     logs = ranks3.run(summaries, "mlp", 3)
     assert [len(records) for records in logs] == [1, 0, 0]
     assert logs[0][0].startswith("INFO megatron_fsdp: optim_grads_params, 1,048,576 parameters in 4 units and 4 groups")
+
+
+def test_a_large_model_without_units_is_a_warning_that_names_the_repeated_layer(ranks2):
+    advice = (
+        "WARNING fsdp_unit_modules is not given: all 4,194,304 parameters are gathered at once; name the class of the "
+        "repeated layer, e.g. fsdp_unit_modules=[MLPBlock]"
+    )
+    first, second = ranks2.run(summaries, "large", 3)
+    assert first[1:] == [advice] and second == []
+    for kind, strategy in (("large", 2), ("one", 3)):  # nothing is gathered; few parameters
+        assert len(ranks2.run(summaries, kind, strategy)[0]) == 1
 
 
 #: strategy -> MiB of (weight, gradient) that a rank of two keeps of a weight of one MiB

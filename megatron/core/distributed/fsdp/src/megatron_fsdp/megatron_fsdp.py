@@ -30,7 +30,7 @@ from megatron_fsdp.diagnostics.hang_report import report_hangs
 from megatron_fsdp.diagnostics.nan_report import NanReport, NonFiniteGradientError
 from megatron_fsdp.diagnostics.overlap_report import OverlapReport
 from megatron_fsdp.diagnostics.refusals import check_stays, refuse_hooks, refuse_moves
-from megatron_fsdp.diagnostics.summary import build_summary
+from megatron_fsdp.diagnostics.summary import build_summary, one_unit_warning
 from megatron_fsdp.dtensor.shard_spec import make_sharded_param, tensor_parallel_group
 from megatron_fsdp.dtensor.tensor_parallel_checks import check_replicas, check_tensor_parallel
 from megatron_fsdp.machine.allocator import StoragePool
@@ -175,6 +175,8 @@ class MegatronFSDP(nn.Module):
         device.empty_cache()
         if dist.get_rank() == 0:
             logger.info("%s", build_summary(schedule, config, pool))
+            if warning := one_unit_warning(schedule):
+                logger.warning("%s", warning)
 
     def _make_sharded_params(self, units: Sequence[Unit]) -> None:
         """Replaces the user's parameters by sharded ones."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import pkgutil
@@ -71,7 +72,8 @@ def plan_units(
     instances of `fine_grained` are cut up: each of their modules that owns parameters is a unit of its own.
 
     Raises:
-        ValueError: `classes` match no module of `root`, or `root_params` are not its parameters.
+        ValueError: `classes` match no module of `root`, or one without a forward; or `root_params` are not its
+            parameters.
     """
     _check_root_params(root, root_params)
     params = _managed_params(root)
@@ -83,7 +85,27 @@ def plan_units(
         chains = [_units_around(fqn, units) for fqn in param.fqns]
         innermost = next(name for name in chains[0] if all(name in chain for chain in chains))
         units["" if id(param.unsharded) in of_root else innermost].params.append(param)
+    for unit in units.values():
+        if unit.params and not unit.is_root and not _is_run(unit.module):
+            items = sorted({type(child).__name__ for child in unit.module.children()})
+            raise ValueError(
+                f"fsdp_unit_modules names {type(unit.module).__name__}, which has no forward; name "
+                + (f"the class of its items ({', '.join(items)})." if items else "the class of the module around it.")
+            )
     return [unit for unit in units.values() if unit.params or unit.is_root]
+
+
+def repeated_layer(root: nn.Module) -> type | None:
+    """The class that most parameters are of, of those that occur several times in one module; None if none does."""
+    numels: collections.Counter[type] = collections.Counter()
+    for module in root.modules():
+        layers = [child for child in module.children() if _is_run(child)]
+        classes = collections.Counter(map(type, layers))
+        for layer in layers:
+            if classes[type(layer)] > 1:
+                numels[type(layer)] += sum(param.numel() for param in layer.parameters())
+    found = numels.most_common(1)
+    return found[0][0] if found and found[0][1] else None
 
 
 def _unit_modules(

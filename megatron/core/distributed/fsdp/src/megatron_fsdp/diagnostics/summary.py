@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from megatron_fsdp.build.find_units import LARGE_LEFTOVER_NUMEL, repeated_layer
 from megatron_fsdp.build.storage import storage_needs
 from megatron_fsdp.config import REDUCTIONS_IN_FLIGHT, UNITS_AHEAD, EngineConfig
 from megatron_fsdp.diagnostics.overlap_report import table
@@ -47,6 +48,21 @@ def build_summary(schedule: Schedule, config: EngineConfig, pool: StoragePool) -
         note = f" (last of {len(units)} alike)" if len(units) > 1 else ""
         rows.append((f"{units[-1].label} {kind}{note}", *cells))
     return f"{head}\n{table(rows)}"
+
+
+def one_unit_warning(schedule: Schedule) -> str | None:
+    """The advice to name units, for a large model with repeated layers that is gathered as a whole; None for others."""
+    root, *others = schedule.units
+    numel = _used(root.groups)
+    if others or not root.gathers_weights or numel < LARGE_LEFTOVER_NUMEL:
+        return None
+    layer = repeated_layer(root.module())
+    if layer is None:
+        return None
+    return (
+        f"fsdp_unit_modules is not given: all {numel:,} parameters are gathered at once; name the class of the "
+        f"repeated layer, e.g. fsdp_unit_modules=[{layer.__name__}]"
+    )
 
 
 def _cells(unit: Unit) -> tuple[str, ...]:
