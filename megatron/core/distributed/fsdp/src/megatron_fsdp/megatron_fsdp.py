@@ -175,7 +175,7 @@ class MegatronFSDP(nn.Module):
         device.empty_cache()
         if dist.get_rank() == 0:
             logger.info("%s", build_summary(schedule, config, pool))
-            if warning := one_unit_warning(schedule):
+            if warning := one_unit_warning(module, schedule):
                 logger.warning("%s", warning)
 
     def _make_sharded_params(self, units: Sequence[Unit]) -> None:

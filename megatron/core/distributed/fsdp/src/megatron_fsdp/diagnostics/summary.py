@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from torch import nn
+
 from megatron_fsdp.build.find_units import LARGE_LEFTOVER_NUMEL, repeated_layer
 from megatron_fsdp.build.storage import storage_needs
 from megatron_fsdp.config import REDUCTIONS_IN_FLIGHT, UNITS_AHEAD, EngineConfig
@@ -50,13 +52,13 @@ def build_summary(schedule: Schedule, config: EngineConfig, pool: StoragePool) -
     return f"{head}\n{table(rows)}"
 
 
-def one_unit_warning(schedule: Schedule) -> str | None:
-    """The advice to name units, for a large model with repeated layers that is gathered as a whole; None for others."""
+def one_unit_warning(module: nn.Module, schedule: Schedule) -> str | None:
+    """The advice to name units, for a large `module` with repeated layers that is gathered whole; None for others."""
     root, *others = schedule.units
     numel = _used(root.groups)
     if others or not root.gathers_weights or numel < LARGE_LEFTOVER_NUMEL:
         return None
-    layer = repeated_layer(root.module())
+    layer = repeated_layer(module)
     if layer is None:
         return None
     return (
