@@ -14,9 +14,11 @@ from megatron_fsdp.plan.strategy import (
     RESTING,
     AxisPair,
     Placement,
+    Resting,
     collective_steps,
     plan_for,
     shards_are_contiguous,
+    strategies_that,
 )
 from tests.unit_tests.harness.simulate import MOVES, SimulatedMesh, train_simulated
 
@@ -128,3 +130,13 @@ def test_steps_cut_inner_first_and_gather_outer_first():
 
 def test_the_simulation_knows_the_same_collectives():
     assert {before.value + after.value: name for (before, after), name in COLLECTIVE.items()} == MOVES
+
+
+def test_messages_name_strategies_from_the_table(monkeypatch):
+    def gathers(plan):
+        return plan.gathers_weights
+
+    assert strategies_that(gathers) == "'optim_grads_params' (3)"
+    assert strategies_that(lambda plan: not gathers(plan)) == "'no_shard' (0), 'optim' (1) or 'optim_grads' (2)"
+    monkeypatch.setitem(RESTING, "params", Resting(Placement.SHARD, Placement.PARTIAL, Placement.SHARD))
+    assert strategies_that(gathers) == "'optim_grads_params' (3) or 'params' (4)"

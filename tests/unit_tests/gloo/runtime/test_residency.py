@@ -102,7 +102,7 @@ def test_a_budget_without_effect_is_told_by_the_first_rank(ranks2: RankPool) -> 
     (small, whole, fine), others = ranks2.run(job_warned, (3, 3), (3, 1), (EVERYTHING, 3))
     assert len(small) == len(whole) == 1 and fine == [] and others == [[]] * 3
     assert "residency_bytes=3 keeps nothing gathered: the smallest unit has" in small[0]
-    assert "residency_bytes=3 has no effect: no unit's weights come and go" in whole[0]
+    assert "residency_bytes=3 has no effect: no unit's weights come and go. Use it with zero_dp_strategy=" in whole[0]
 
 
 def job_differing() -> list[bool]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp.plan.strategy import NO_SHARD, OUTER_STRATEGIES, RESTING, plan_for
+from megatron_fsdp.plan.strategy import NO_SHARD, OUTER_STRATEGIES, RESTING, plan_for, strategies_that
 
 #: Units gathered ahead of the one that computes, where no number of elements is given.
 UNITS_AHEAD = 1
@@ -115,6 +115,7 @@ class DistributedDataParallelConfig:
     fsdp_manual_registration: bool = False
     """With nccl_ub, register when `manual_buffer_registration()` is called."""
 
+    # Read by name: megatron_fsdp_*_dtype, with the fields of `MixedPrecisionPolicy`, by `_agreed_precision`.
     megatron_fsdp_main_params_dtype: torch.dtype | None = torch.float32
     """As `MixedPrecisionPolicy.main_params_dtype`."""
 
@@ -299,8 +300,8 @@ class EngineConfig(DistributedDataParallelConfig):
         if self.shards_outer_axis and not plan_for(inner).gathers_weights:
             raise ValueError(
                 f"outer_dp_sharding_strategy={self.outer_dp_sharding_strategy!r} needs zero_dp_strategy="
-                f"'optim_grads_params' (3), got {inner!r}: sharding the optimizer outside an inner axis that keeps "
-                "more than shards leaves no contiguous piece."
+                f"{strategies_that(lambda plan: plan.gathers_weights)}, got {inner!r}: sharding the optimizer outside "
+                "an inner axis that keeps more than shards leaves no contiguous piece."
             )
         if self.init_model_with_meta_device and not plan_for(inner).shards_anything:
             raise ValueError(

@@ -14,6 +14,7 @@ from megatron_fsdp.machine.allocator import DoubleBufferPool, StoragePool
 from megatron_fsdp.machine.mesh import FSDPDistributedIndex
 from megatron_fsdp.machine.user_buffers import memory_for
 from megatron_fsdp.plan.double_buffer import Needs, PersistentBuffer, assign_buffers
+from megatron_fsdp.plan.strategy import strategies_that
 from megatron_fsdp.runtime.schedule import Schedule
 from megatron_fsdp.runtime.unit import Unit, contains
 
@@ -38,8 +39,9 @@ def prepare(pool: StoragePool, schedule: Schedule) -> None:
     schedule.on_order = functools.partial(_rearrange, pool, config, units)
     if not pool.buffers and not config.nccl_ub and dist.get_rank() == 0:
         logger.warning(
-            "double buffers have no effect: no unit's weights or gradients come and go. Use them with "
-            "zero_dp_strategy 2 or 3, and name the modules that are units."
+            "double buffers have no effect: no unit's weights or gradients come and go. Use them with zero_dp_strategy="
+            "%s, and name the modules that are units.",
+            strategies_that(lambda plan: plan.gathers_weights or plan.reduces_each_microbatch),
         )
     with device.use(schedule.gather_stream):
         pool.fill([key for unit in units for key, _ in _weights(unit)], device.torch_device)

@@ -1,10 +1,11 @@
-"""The four strategies as resting placements, and the transitions they imply."""
+"""Strategies as resting placements, and the transitions they imply."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -150,6 +151,12 @@ def plan_for(inner: str, outer: str = NO_SHARD, *, inner_size: int = 2, outer_si
         # Values on an axis of one rank are whole and final as they are: every transition along it is empty.
         pairs[field.name] = AxisPair(pair.outer if outer_size > 1 else R, pair.inner if inner_size > 1 else R)
     return StrategyPlan(**pairs)
+
+
+def strategies_that(is_fit: Callable[[StrategyPlan], bool]) -> str:
+    """The rows of `RESTING` whose plan fits, for messages: "'optim' (1) or 'optim_grads' (2)"."""
+    *others, last = (f"{name!r} ({number})" for number, name in enumerate(RESTING) if is_fit(plan_for(name)))
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 #: The collective behind each legal single-axis step.

@@ -22,6 +22,7 @@ from megatron_fsdp.machine.torch_compat import (
     uncompiled,
     version_of,
 )
+from megatron_fsdp.plan.strategy import strategies_that
 from megatron_fsdp.runtime import linear_grads
 from megatron_fsdp.runtime.schedule import Schedule, UnitCall
 from megatron_fsdp.runtime.unit import Unit
@@ -145,7 +146,8 @@ class _UnitHooks:
         if torch.is_grad_enabled() and unit.gathers_weights:
             raise NotImplementedError(
                 f"unit {unit.label} is differentiated with create_graph=True, whose second backward would read weights "
-                "that have been released by then; use zero_dp_strategy 2 or less for gradient penalties."
+                "that have been released by then; for gradient penalties use zero_dp_strategy="
+                f"{strategies_that(lambda plan: not plan.gathers_weights)}."
             )
         schedule.gradient_arrived(call)
         if schedule.timeline.is_on:

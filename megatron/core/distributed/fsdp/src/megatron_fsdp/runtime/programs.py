@@ -15,6 +15,7 @@ from megatron_fsdp.machine.collectives import Axis, all_gather, largest
 from megatron_fsdp.plan import program as plan
 from megatron_fsdp.plan.double_buffer import BUFFERS
 from megatron_fsdp.plan.program import ENTER, EVENTS, REDUCE, Program, Trace
+from megatron_fsdp.plan.strategy import strategies_that
 from megatron_fsdp.runtime.unit import Unit, contains
 
 logger = logging.getLogger(__name__)
@@ -155,8 +156,8 @@ class Programs:
     def _warn_of_residency(self, budget_nbytes: int) -> None:
         sizes = [fact.nbytes for fact in self.facts[1:] if fact.nbytes]
         reason = (
-            "has no effect: no unit's weights come and go. Use it with zero_dp_strategy 3, and name the modules that "
-            "are units."
+            "has no effect: no unit's weights come and go. Use it with zero_dp_strategy="
+            f"{strategies_that(lambda row: row.gathers_weights)}, and name the modules that are units."
         )
         if sizes:
             reason = f"keeps nothing gathered: the smallest unit has {min(sizes)} bytes."
