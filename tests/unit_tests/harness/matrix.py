@@ -77,21 +77,39 @@ def dtype_name(dtype: torch.dtype | None) -> str:
     return {FP32: "fp32", BF16: "bf16", None: "None"}[dtype]
 
 
-def _topologies() -> tuple[Topology, ...]:
-    flat = [Topology(world, strategy) for world in DEFAULT_WORLDS for strategy in range(4)]
-    eight = [Topology(8, strategy) for strategy in range(4)]
-    return (*flat, *_hybrids(4), *eight, *_hybrids(8))
+#: Strategies by number. Dtypes are dealt out by the place of a topology, so a new strategy is a tuple of its own at the
+#: end: the cells of the others, and what was measured of them, stay what they are.
+GENERATIONS: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3),)
+#: Strategies inside which the engine lets an outer axis shard.
+INSIDE_OPTIM = (3,)
 
 
-def _hybrids(world: int) -> list[Topology]:
+def topologies(generations: Sequence[Sequence[int]]) -> tuple[Topology, ...]:
+    """Of the strategies of some generations, one generation after the other."""
+    found: list[Topology] = []
+    for strategies in generations:
+        found += [Topology(world, strategy) for world in DEFAULT_WORLDS for strategy in strategies]
+        found += _hybrids(4, strategies)
+        found += [Topology(8, strategy) for strategy in strategies]
+        found += _hybrids(8, strategies)
+    return tuple(found)
+
+
+def _hybrids(world: int, strategies: Sequence[int]) -> list[Topology]:
     """Two outer ranks."""
-    return [*(Topology(world, strategy, "no_shard") for strategy in range(4)), Topology(world, 3, "optim")]
+    plain = [Topology(world, strategy, "no_shard") for strategy in strategies]
+    return plain + [Topology(world, strategy, "optim") for strategy in strategies if strategy in INSIDE_OPTIM]
 
 
-TOPOLOGIES = _topologies()
+TOPOLOGIES = topologies(GENERATIONS)
 
 
-def _exact_cells() -> list[Cell]:
+def cells_on(topologies: Sequence[Topology]) -> tuple[Cell, ...]:
+    """Integers first; each topology with cells that depend on its place alone."""
+    return (*_exact_cells(topologies), *_float_cells(topologies))
+
+
+def _exact_cells(topologies: Sequence[Topology]) -> list[Cell]:
     """The product topology x accumulation x recompute x dtype of communication, each with one of twelve other dtypes.
 
     On two ranks with two of them, dealt out so that every strategy also meets all 36 combinations of dtypes there;
@@ -99,7 +117,7 @@ def _exact_cells() -> list[Cell]:
     """
     others = list(itertools.product(COMPUTES, MAIN_PARAMS, MAIN_GRADS))
     cells = []
-    for shift, topology in enumerate(TOPOLOGIES):
+    for shift, topology in enumerate(topologies):
         for number, (microbatches, recompute) in enumerate(itertools.product(ACCUMULATIONS, RECOMPUTES)):
             for offset, comm in enumerate(GRAD_COMMS):
                 for half in (0, 1) if topology.world == 2 else (shift % 2,):
@@ -121,11 +139,11 @@ def _exact_cells() -> list[Cell]:
 FLOAT_STRIDE = 6
 
 
-def _float_cells() -> list[Cell]:
+def _float_cells(topologies: Sequence[Topology]) -> list[Cell]:
     """Every topology with a sixth of all combinations of dtypes; accumulation and recomputation take turns."""
     ways = list(itertools.product(ACCUMULATIONS, RECOMPUTES))
     cells = []
-    for shift, topology in enumerate(TOPOLOGIES):
+    for shift, topology in enumerate(topologies):
         combinations = list(itertools.product(COMPUTES, MAIN_PARAMS, MAIN_GRADS, GRAD_COMMS))
         for number, (compute, params, grads, comm) in enumerate(combinations):
             if (number + shift) % FLOAT_STRIDE == 0:
@@ -143,7 +161,7 @@ def _float_cells() -> list[Cell]:
     return cells
 
 
-CELLS: tuple[Cell, ...] = (*_exact_cells(), *_float_cells())
+CELLS: tuple[Cell, ...] = cells_on(TOPOLOGIES)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,15 @@
 """The equivalence matrix covers what its document says, and so does what is run of it by default."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megatron_fsdp.plan.strategy import RESTING, plan_for
 from tests.unit_tests.harness import matrix, matrix_document, matrix_runs
 from tests.unit_tests.harness.matrix import Cell
+from tests.unit_tests.harness.strategies import STRATEGIES
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs/equivalence.md"
 
@@ -74,3 +77,19 @@ def test_writing_the_document_again_keeps_what_was_measured_on_other_numbers_of_
     assert matrix_document.cuda_runs_of(page) == cuda | new
     assert f"Not run, for want of time: {matrix.CELLS[late].name}." in page
     assert not matrix_document.cuda_runs_of(page.replace("fingerprint", "other"))
+
+
+def test_what_was_measured_on_gpus_outlives_a_new_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = DOCUMENT.read_text()
+    before = matrix_document.cuda_runs_of(written)
+    generations = (*matrix.GENERATIONS, (max(map(max, matrix.GENERATIONS)) + 1,))
+    more = matrix.cells_on(matrix.topologies(generations))
+    assert set(matrix.CELLS) < set(more)
+    monkeypatch.setattr(matrix, "GENERATIONS", generations)
+    page = written.replace(matrix_document.fingerprint(), matrix_document.fingerprint(more))
+    assert before and matrix_document.cuda_runs_of(written) == matrix_document.cuda_runs_of(page) == before
+
+
+def test_the_matrix_has_every_strategy() -> None:
+    assert sorted(itertools.chain(*matrix.GENERATIONS)) == list(STRATEGIES)
+    assert [number for number, name in enumerate(RESTING) if plan_for(name).gathers_weights] == [*matrix.INSIDE_OPTIM]
