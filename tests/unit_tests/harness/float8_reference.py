@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp.state.codec import Shard, WeightCodec, register_codec
 from tests.unit_tests.harness.models import TinyMLP
 
 FLOAT8 = torch.float8_e4m3fn
@@ -71,7 +72,7 @@ def encoded(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (values.float() / scale).clamp(-LARGEST, LARGEST).to(FLOAT8).view(torch.uint8)
 
 
-class Float8Codec:
+class Float8Codec(WeightCodec):
     """Stores such weights as bytes; ranks agree on the largest magnitude of a whole parameter before they encode."""
 
     is_cast = False
@@ -82,16 +83,13 @@ class Float8Codec:
     def storage_dtype(self, param: nn.Parameter) -> torch.dtype:
         return torch.uint8
 
-    def atom_rows(self, param: nn.Parameter) -> int:
-        return 1
-
     def initial_main(self, param: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         return param.detach().dequantized().to(dtype)
 
     def bind(self, param: nn.Parameter, view: torch.Tensor) -> None:
         param.data_bytes = view
 
-    def encode(self, shards: Sequence[Any], groups: Sequence[dist.ProcessGroup]) -> None:
+    def encode(self, shards: Sequence[Shard], groups: Sequence[dist.ProcessGroup]) -> None:
         none = torch.zeros(())
         largest = torch.stack([shard.main.abs().max().float() if shard.main.numel() else none for shard in shards])
         for group in groups:
@@ -104,8 +102,6 @@ class Float8Codec:
 @functools.cache
 def register() -> None:
     """Makes the engine of this process know the format."""
-    from megatron_fsdp.state.codec import register_codec
-
     register_codec(Float8Codec())
 
 

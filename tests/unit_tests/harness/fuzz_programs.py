@@ -13,6 +13,7 @@ from tests.unit_tests.harness.fuzz_tree import Call, Leaf, Node, leaves_of
 from tests.unit_tests.harness.models import Batches
 from tests.unit_tests.harness.reference import DtypePolicy, Recipe
 from tests.unit_tests.harness.sharded import Sharding
+from tests.unit_tests.harness.strategies import reduces_each_microbatch
 
 COINS = 6
 
@@ -96,7 +97,7 @@ class Program:
                 main_grads=self.main_grads,
                 grad_comm=self.grad_comm,
             ),
-            reduces_each_microbatch=self.plan.strategy in (2, 3),
+            reduces_each_microbatch=reduces_each_microbatch(self.plan.strategy),
             is_mean_over_ranks=self.is_mean,
             max_norm=self.max_norm,
         )

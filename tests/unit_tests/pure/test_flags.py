@@ -11,6 +11,7 @@ import pytest
 from megatron.training.config import ConfigError, RunConfig, format_problems, load_config
 from megatron.training.config.flags import Flag, accepted_flags, all_flags, build_parser, megatron_lm_flags, sections
 from megatron.training.config.spellings import ALIASES, DEVIATIONS, INSTEAD, OTHER_NAMES, OTHER_PLACES, OURS
+from tests.unit_tests.harness.strategies import CHOICES, NO_STRATEGY
 
 FLAGS = list(all_flags().values())
 
@@ -183,8 +184,8 @@ def test_flag_sets_its_field(argv: str, path: str, value: object) -> None:
         ("--bf16=1", "--bf16: takes no value"),
         ("--optimizer muon", "expected one of adam, sgd, not 'muon'"),
         (
-            "--data-parallel-sharding-strategy 4",
-            "expected one of no_shard (0), optim (1), optim_grads (2), optim_grads_params (3), not '4'",
+            f"--data-parallel-sharding-strategy {NO_STRATEGY}",
+            f"expected one of {CHOICES}, not '{NO_STRATEGY}'",
         ),
         ("train.yaml", "unexpected argument 'train.yaml'"),
     ],

@@ -10,7 +10,8 @@ from megatron.training.config.rule_book import RULES, Setting
 from megatron.training.config.rules_run import NOT_NEGATIVE, POSITIVE, REQUIRED
 from megatron.training.config.rules_support import NOT_YET
 from megatron.training.config.schema_parallel import DdpConfig
-from megatron_fsdp.plan.strategy import OUTER_STRATEGIES, RESTING, Placement, plan_for
+from megatron_fsdp.plan.strategy import OUTER_STRATEGIES, RESTING, plan_for
+from tests.unit_tests.harness.strategies import STRATEGIES
 
 CPU = Machine()
 CUDA = Machine(has_cuda=True)
@@ -57,7 +58,7 @@ def found_by(name: str, argv: str, machine: Machine = CPU, world_size: int = 2) 
 
 
 @pytest.mark.parametrize("machine", [CPU, CUDA, FULL], ids=["cpu", "cuda", "full"])
-@pytest.mark.parametrize("strategy", range(4))
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_usual_run_is_fine_everywhere(machine: Machine, strategy: int) -> None:
     check(load_config(f"{RUN} --data-parallel-sharding-strategy {strategy}".split()), 2, machine)
 
@@ -331,4 +332,4 @@ def test_the_configuration_answers_as_the_engines_table(inner: str, outer: str) 
     ddp = DdpConfig(data_parallel_sharding_strategy=inner, outer_dp_sharding_strategy=outer)
     assert ddp.shards_inner == plan_for(inner).shards_anything
     assert ddp.shards_outer == plan_for("optim_grads_params", outer, inner_size=1, outer_size=2).shards_anything
-    assert ddp.shards_weights == (set(dataclasses.astuple(RESTING[inner])) == {Placement.SHARD})
+    assert ddp.shards_weights == plan_for(inner).gathers_weights  # as `EngineConfig` asks

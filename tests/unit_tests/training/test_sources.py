@@ -7,6 +7,7 @@ import pytest
 
 from megatron.training.config import ConfigError, RunConfig, from_yaml, load_config, to_yaml
 from megatron.training.config.flags import Flag, all_flags, sections
+from tests.unit_tests.harness.strategies import CHOICES, NO_STRATEGY
 
 BRIDGE_RECIPE = """
 dist:
@@ -157,8 +158,8 @@ def test_yaml_sets_a_field(written, text: str, path: str | None, value: object) 
         ("seed:", "seed: expected a whole number, not an empty value"),
         ("no_load_optim: 1", "expected true or false, not 1"),
         (
-            "data_parallel_sharding_strategy: 4",
-            "expected one of no_shard (0), optim (1), optim_grads (2), optim_grads_params (3), not 4",
+            f"data_parallel_sharding_strategy: {NO_STRATEGY}",
+            f"expected one of {CHOICES}, not {NO_STRATEGY}",
         ),
         ("seed: {a: 1}", "expected a whole number, not {'a': 1}"),
         ("seed: 1\nrng:\n  seed: 2\n", "run.yaml:3:3: rng.seed is 2, but"),

@@ -20,8 +20,8 @@ from tests.unit_tests.harness.sharded import (
     shard,
     train_step,
 )
+from tests.unit_tests.harness.strategies import STRATEGIES
 
-STRATEGIES = (0, 1, 2, 3)
 #: None, the blocks, the blocks and what is inside them, the root itself, plain layers by path.
 UNIT_LISTS = (None, (MLPBlock,), (MLPBlock, "torch.nn.Linear"), (TinyMLP,), ("torch.nn.Linear",))
 MODELS = [

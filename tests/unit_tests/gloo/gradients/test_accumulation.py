@@ -16,8 +16,7 @@ from tests.unit_tests.harness.sharded import (
     finish_step,
     full_grads,
 )
-
-STRATEGIES = (0, 1, 2, 3)
+from tests.unit_tests.harness.strategies import STRATEGIES
 
 
 def case(strategy: int, *, microbatches: int = 3, task: str = "integers", outer: int | None = None, **options) -> Case:

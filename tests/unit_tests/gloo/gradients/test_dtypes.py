@@ -13,8 +13,8 @@ from tests.unit_tests.harness.parity import Case, check
 from tests.unit_tests.harness.rank_pool import RankPool
 from tests.unit_tests.harness.reference import DtypePolicy
 from tests.unit_tests.harness.sharded import Sharding, full_grads, full_weights, shard
+from tests.unit_tests.harness.strategies import STRATEGIES
 
-STRATEGIES = (0, 1, 2, 3)
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
 
 

@@ -14,6 +14,7 @@ from tests.unit_tests.harness.communication import no_collectives
 from tests.unit_tests.harness.mistakes import Mistake, assert_each_raises
 from tests.unit_tests.harness.models import MLPBlock, TinyMLP
 from tests.unit_tests.harness.sharded import flat_mesh, hybrid_mesh
+from tests.unit_tests.harness.strategies import NO_STRATEGY
 
 
 class Expert(nn.Linear):
@@ -90,7 +91,7 @@ def path_to(name: str) -> str:
 
 OPTIONS = [
     ({"zero_dp_strategy": "zero3"}, ValueError, r"zero_dp_strategy='zero3' is not a sharding strategy; expected"),
-    ({"zero_dp_strategy": 4}, ValueError, r"zero_dp_strategy=4 is not"),
+    ({"zero_dp_strategy": NO_STRATEGY}, ValueError, rf"zero_dp_strategy={NO_STRATEGY} is not"),
     ({"outer_dp_sharding_strategy": 2}, ValueError, r"outer_dp_sharding_strategy=2 is not .*'optim' \(1\)"),
     (
         {"outer_dp_sharding_strategy": 1, "zero_dp_strategy": 2},

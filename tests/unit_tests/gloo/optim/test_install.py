@@ -10,6 +10,7 @@ from tests.unit_tests.harness.models import MLPBlock, TinyMLP
 from tests.unit_tests.harness.rank_pool import RankPool
 from tests.unit_tests.harness.reference import DtypePolicy
 from tests.unit_tests.harness.sharded import Sharding, full_weights, shard
+from tests.unit_tests.harness.strategies import STRATEGIES
 
 FP32, BF16 = torch.float32, torch.bfloat16
 INPUTS = torch.arange(12.0).view(2, 6) / 6
@@ -18,7 +19,7 @@ OVERWRITTEN = "overwritten what this forward would compute with: of .*head.bias.
 #: (strategy, outer strategy, dtype of the model, of the main weights; None: the model's).
 KEPT = [(strategy, None, BF16, FP32) for strategy in (0, 1, 2)] + [(3, "optim", BF16, FP32)]
 NOT_KEPT = [
-    *((strategy, None, dtype, None) for strategy in (0, 1, 2, 3) for dtype in (FP32, BF16)),
+    *((strategy, None, dtype, None) for strategy in STRATEGIES for dtype in (FP32, BF16)),
     (3, None, BF16, FP32),
     (3, "no_shard", BF16, FP32),
     (3, "optim", FP32, FP32),

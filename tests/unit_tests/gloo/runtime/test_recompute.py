@@ -8,8 +8,8 @@ from tests.unit_tests.harness.models import MLPBlock
 from tests.unit_tests.harness.parity import TASKS, Case, check
 from tests.unit_tests.harness.rank_pool import RankPool
 from tests.unit_tests.harness.sharded import Sharding
+from tests.unit_tests.harness.strategies import STRATEGIES
 
-STRATEGIES = (0, 1, 2, 3)
 #: Recomputation around one unit, two units, all units, a unit that runs twice, a unit with units inside.
 TASKS_THAT_RECOMPUTE = [
     "integers_reentrant",

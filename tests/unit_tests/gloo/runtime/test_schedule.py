@@ -15,6 +15,7 @@ from tests.unit_tests.harness.odd_models import BUILDERS, Table
 from tests.unit_tests.harness.parity import TASKS, Case, check, joint_step
 from tests.unit_tests.harness.rank_pool import RankPool
 from tests.unit_tests.harness.sharded import Sharding, build_sharded, full_grads, shard
+from tests.unit_tests.harness.strategies import STRATEGIES
 
 #: Ranks run different units, or different numbers of them.
 RANK_DEPENDENT = [
@@ -46,7 +47,7 @@ def test_unusual_control_flow_trains_like_one_process(ranks2: RankPool, task: st
 def test_ranks_that_run_different_units_keep_one_order_of_collectives(
     rank_pools: dict[int, RankPool], task: str, ranks: int
 ) -> None:
-    strategies = (0, 1, 2, 3) if ranks == 2 else (3,)
+    strategies = STRATEGIES if ranks == 2 else (3,)
     units = (TASKS[task].unit,)
     check(
         rank_pools[ranks],
