@@ -56,7 +56,7 @@ def one_unit_warning(module: nn.Module, schedule: Schedule) -> str | None:
     """The advice to name units, for a large `module` with repeated layers that is gathered whole; None for others."""
     root, *others = schedule.units
     numel = _used(root.groups)
-    if others or not root.gathers_weights or numel < LARGE_LEFTOVER_NUMEL:
+    if others or schedule.config.fsdp_unit_modules or not root.gathers_weights or numel < LARGE_LEFTOVER_NUMEL:
         return None
     layer = repeated_layer(module)
     if layer is None:
