@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import gc
 import math
 import re
 import unittest
@@ -173,43 +172,6 @@ def test_a_step_that_the_model_does_not_see_is_refused(ranks2: RankPool) -> None
         ranks2.run(step_unseen, options, kind, True)
     for kind in ({}, {"foreach": True}):
         ranks2.run(step_unseen, {"zero_dp_strategy": 3}, kind, False)  # Gathers read what is there.
-
-
-def step_what_was_replaced(options: dict[str, bool]) -> None:
-    """A step of an optimizer from before sharding, beside another model's; and of others that may step at any time."""
-    module, other = nn.Linear(4, 3), nn.Linear(4, 3)
-    old = torch.optim.AdamW([*other.parameters(), *module.parameters()], **options)
-    model = fully_shard_model(module)
-    model(torch.ones(2, 4)).sum().backward()
-    torch.optim.AdamW(other.parameters()).step()
-    torch.optim.AdamW(model.parameters()).step()
-    old.step()
-
-
-def test_an_optimizer_from_before_sharding_is_refused(ranks2: RankPool) -> None:
-    """It would step, without an error, parameters that have no gradients any more."""
-    message = (
-        "AdamW was made before sharding and holds weight as it was then.*parameters.., or pass both to fully_shard"
-    )
-    for options in ({}, {"foreach": True}):
-        ranks2.run_expecting(RuntimeError, message, step_what_was_replaced, options)
-
-
-def hooks_that_outlive_the_model() -> int:
-    """Hooks of optimizers' steps that a model leaves behind in torch."""
-    from torch.optim import optimizer
-
-    gc.collect()
-    before = len(optimizer._global_optimizer_pre_hooks)
-    model = fully_shard_model(nn.Linear(4, 3))
-    assert len(optimizer._global_optimizer_pre_hooks) == before + 1
-    del model
-    gc.collect()
-    return len(optimizer._global_optimizer_pre_hooks) - before
-
-
-def test_the_hook_of_steps_goes_with_the_model(ranks2: RankPool) -> None:
-    assert ranks2.run(hooks_that_outlive_the_model) == [0, 0]
 
 
 def drop_gradients(changes: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import linecache
 import logging
@@ -14,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_fsdp.machine.torch_compat import local_tensor, storage_id, version_of
 from megatron_fsdp.runtime.schedule import Schedule
@@ -181,8 +179,7 @@ def _tail(fqn: str) -> str:
 
 
 class StepGuard:
-    """Raises if an unknown optimizer has stepped main weights which nobody installed, in the first cycles, or steps the
-    parameters from before sharding, which nobody computes with.
+    """Raises if an unknown optimizer has stepped main weights which nobody installed, in the first cycles.
 
     Main weights are compared by value with those of the cycle before, because fused and foreach steps of an optimizer
     that was built from `parameters()` are counted nowhere, and because a step may rightly be left out. Reads only, and
@@ -196,24 +193,6 @@ class StepGuard:
         self._generation = -1
         self._sums: dict[int, torch.Tensor] = {}
         """Sums of the main weights' bits, by id of the group."""
-        self._replaced = {id(param.unsharded): param.fqn for unit in schedule.units for param in unit.params}
-        hook = register_optimizer_step_pre_hook(functools.partial(_before_any_step, weakref.ref(self)))
-        weakref.finalize(self, hook.remove)
-
-    def refuse_replaced(self, optimizer: torch.optim.Optimizer) -> None:
-        """Looks at the parameters that an optimizer is about to step.
-
-        Raises:
-            RuntimeError: some are those that sharding has replaced. They have no gradients: nothing would change.
-        """
-        held = (id(param) for group in optimizer.param_groups for param in group["params"])
-        fqn = next((self._replaced[number] for number in held if number in self._replaced), None)
-        if fqn is not None:
-            raise RuntimeError(
-                f"this {type(optimizer).__name__} was made before sharding and holds {fqn} as it was then, so its "
-                "steps would change nothing; make the optimizer from the sharded model's parameters(), or pass both to "
-                "fully_shard."
-            )
 
     @torch.no_grad()
     def check(self) -> None:
@@ -244,10 +223,3 @@ class StepGuard:
                     "fully_shard_optimizer() or fully_shard() gives back; after other changes call "
                     "install_optimized_model_weights()."
                 )
-
-
-def _before_any_step(guard_ref: weakref.ref[StepGuard], optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Hook of torch, for the steps of all optimizers of the process."""
-    guard = guard_ref()
-    if guard is not None and guard.is_active:
-        guard.refuse_replaced(optimizer)
