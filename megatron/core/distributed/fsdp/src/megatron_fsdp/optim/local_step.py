@@ -1,7 +1,7 @@
 """Steps of optimizers on this rank's rows, and their state, which users see as DTensors.
 
 DTensor's dispatch works out placements of hundreds of tensors anew in every call, which takes the host 0.1 ms a layer
-(docs/performance.md), and no optimizer that reads whole matrices can work on rows. So while `step()` computes, the
+(docs/lab/measurements.md), and no optimizer that reads whole matrices can work on rows. So while `step()` computes, the
 optimizer holds local tensors, with local gradients and local state. Everybody else sees the model's DTensors.
 """
 
@@ -291,7 +291,7 @@ def compact_before_state(optimizer: torch.optim.Optimizer) -> None:
     """Gives free memory back to the device when a first step is about to make state.
 
     Otherwise what stays for ever is put into holes that the first backward has left, and later steps, which find these
-    holes taken, take new memory: of an 8B model on 8 GPUs 4 GiB each (docs/performance.md).
+    holes taken, take new memory: of an 8B model on 8 GPUs 4 GiB each (docs/lab/measurements.md).
     """
     is_first = True
 

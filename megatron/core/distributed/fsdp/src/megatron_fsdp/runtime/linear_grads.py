@@ -19,7 +19,7 @@ from megatron_fsdp.state.param_group import ParamGroup
 LEAST_NUMEL = 2**25
 """Elements of a weight from which on it pays. An H200 copies a million bf16 gradients in 1.7 us beside other work. A
 call and its backward take the host longer than torch's: 11.1 us on a CPU, where what took 28 us beside that H200 took
-8.9 (docs/performance.md)."""
+8.9 (docs/lab/measurements.md)."""
 
 
 def install(schedule: Schedule) -> None:

@@ -149,6 +149,8 @@ class MainGrad:
     def collect(self) -> FlatBuffer | None:
         """Takes the gradients that autograd left on the parameters, zero where it left none, on the current stream.
 
+        Those that `note_dropped`, which the caller has called, found dropped begin at zero.
+
         Returns:
             The staged gradients to be reduced, or None if they were added to the accumulation buffer.
         """
@@ -341,7 +343,6 @@ class MainGrad:
 
         It gets new memory, to which attached gradients move, because users may hold dropped ones.
         """
-        self.note_dropped()
         if not self.dropped or self.state is GradState.EMPTY:
             return
         if len(self.dropped) == len(self._sharded):
@@ -386,6 +387,7 @@ class MainGrad:
 
     def scale(self, factor: float | torch.Tensor) -> None:
         """Multiplies the accumulated gradients by `factor`."""
+        self.note_dropped()
         self._zero_dropped()
         (self.final if self.state is GradState.FINAL else self.buffer).data.mul_(factor)
         if self.state is GradState.ACCUMULATING and self._aside is not None:
