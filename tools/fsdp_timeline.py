@@ -98,7 +98,7 @@ def read_events(path: Path) -> list[dict]:
     """The events of a chrome trace, plain or gzipped.
 
     Raises:
-        TraceError: it is none.
+        TraceError: `path` is not such a file.
     """
     try:
         raw = path.read_bytes()

@@ -215,7 +215,7 @@ class _Switch(argparse.Action):
 
 
 class _Store(argparse.Action):
-    """Stores a value, or collects why it is none, so that all mistakes are reported at once."""
+    """Stores a value, or collects the reason why it cannot be read, so that all mistakes are reported at once."""
 
     def __call__(
         self,

@@ -53,7 +53,7 @@ def read_value(folder: Path, metadata: Metadata, name: str) -> Any:
 
 
 def read_arguments(folder: Path, metadata: Metadata) -> dict[str, Any]:
-    """The arguments of the run that saved: what of `args` is plain data; empty if there are none."""
+    """The plain values among the arguments of the run that saved; empty if there are no arguments."""
     if "args" not in metadata.state_dict_metadata:
         return {}
     return plain_arguments(stored_bytes(folder, metadata, MetadataIndex("args")))

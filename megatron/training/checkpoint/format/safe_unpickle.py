@@ -101,7 +101,7 @@ def load_index(stream: BinaryIO) -> Any:
 
 
 def plain_arguments(saved: bytes) -> dict[str, Any]:
-    """The plain values of an `argparse.Namespace` that was saved by `torch.save`. ValueError if it is none.
+    """The plain values of an `argparse.Namespace` that was saved by `torch.save`. ValueError if it is something else.
 
     An enumeration's member becomes its value, other objects are left out.
     """

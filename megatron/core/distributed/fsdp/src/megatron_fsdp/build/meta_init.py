@@ -50,7 +50,7 @@ def materialize(plan: UnitPlan, device: torch.device) -> None:
 
 @torch.no_grad()
 def materialize_buffers(root: nn.Module, device: torch.device) -> None:
-    """Has modules that own meta buffers but none of the materialized parameters initialise them."""
+    """Initialises meta buffers by the modules that own them, where those own no parameters that were materialized."""
     for module in _children_first(root):
         if _meta_buffers(module):
             _reset(module, (), device)

@@ -35,7 +35,7 @@ def clip_grad_norm(
     that are not finite see `clip_by_norm`.
 
     Raises:
-        ValueError: `norm_type` is no number above 0, or `max_norm` none of 0 or more.
+        ValueError: `norm_type` is not above 0, or `max_norm` is negative or NaN.
     """
     norm_type = float(norm_type)  # as torch's function, which takes "inf" too
     if not max_norm >= 0:  # NaN would be every gradient, and a negative one would turn them round

@@ -38,7 +38,7 @@ def fully_shard_optimizer(
             even before the first step, so that there is something to load into.
 
     Raises:
-        TypeError: `optimizer` is no torch optimizer.
+        TypeError: `optimizer` is not a `torch.optim.Optimizer`.
         ValueError: it holds no parameters, some that are not of one sharded model, or shards that it cannot update; or
             it reads gradients elsewhere than the model attaches them (`use_decoupled_grad`).
     """
